@@ -27,9 +27,10 @@ FA_DEVICE void wgmma_wait_group() {
 // bits 0-13 address / 16, 16-29 leading byte offset / 16, 32-45 stride byte offset / 16, 62-63 the
 // swizzle (1: 128 bytes).
 //
-// The stride leads from one atom of 8 rows to the next, which need not follow it.  The leading offset leads from one block of
-// 64 columns to the next where the columns are the M or N axis ("MN-major"), and is not used where
-// they are the K axis ("K-major"), because 16 columns never leave a block.
+// The stride leads from one atom of 8 rows to the next, which need not follow it.  The leading
+// offset leads from one block of 64 columns to the next where the columns are the M or N axis
+// ("MN-major"), and is not used where they are the K axis ("K-major"), as 16 columns never leave a
+// block.
 FA_DEVICE uint64 wgmma_descriptor(uint32 shared_address, uint32 leading_bytes,
                                   uint32 stride_bytes = 1024) {
   return (uint64(1) << 62) | (uint64(stride_bytes >> 4) << 32) |

@@ -134,7 +134,7 @@ def split_keys(always: bool) -> Iterator[None]:
     """While entered, keys of float32 are split for any number of queries, or for none."""
     from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32_sm90
 
-    with mock.patch.object(fwd_fp32_sm90, "_LEAST_ROWS", 1 if always else 1 << 62):
+    with mock.patch.object(fwd_fp32_sm90, "LEAST_ROWS", 1 if always else 1 << 62):
         yield
 
 

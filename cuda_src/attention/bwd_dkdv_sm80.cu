@@ -14,6 +14,7 @@
 // through two stages by cp.async, those of dO through kStages.
 #include "cuda_src/common/backward_sm80.cuh"
 #include "cuda_src/common/softmax.cuh"
+#include "cuda_src/common/staged_bias.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr bool kBf16 = FA_BF16;              // bfloat16, else float16
@@ -43,6 +44,11 @@ static_assert(kStages == 1 || kStages == kQStages, "dO comes with Q or in the mi
 static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
 static_assert(kTileM / 2 <= kThreads, "a thread loads what is known of two queries");
 
+// A bias of pairs in 16 bits comes by way of shared memory where two blocks still fit.  As it lies
+// in global memory a thread would load each element by itself, keys being its rows.
+constexpr bool kStageBias =
+    kHasBias && kBiasIs16Bit && kBiasAxes == kBiasOfPair && !kSparse && kDim <= 64;
+
 using KeyTile = SharedTile<kTileN, kDim>;
 using QueryTile = SharedTile<kTileM, kDim>;
 using WeightTile = SharedTile<kTileN, kTileM>;
@@ -59,7 +65,13 @@ struct WorkTile {
   int heads;         // 0 where no query sees a key
   int first_key;
 };
-struct SharedStorage {
+template <bool kStaged>
+struct BiasStorage {};
+template <>
+struct BiasStorage<true> {
+  uint16 bias[kWarps][kScoreQueries * kScoreRows];  // of each warp's scores
+};
+struct SharedStorage : BiasStorage<kStageBias> {
   uint16 k[kTileN * kDim];  // later dK
   uint16 v[kTileN * kDim];  // later dV
   uint16 q[kQStages][kTileM * kDim];
@@ -190,6 +202,39 @@ FA_DEVICE void compute_p_ds(Scores& s, Scores& dp, const float4* rows, const Att
   }
 }
 
+// Templates, for other builds have no stage.
+template <typename Shared>
+FA_DEVICE uint32 bias_stage(const Shared& shared) {
+  return cvta_to_shared(shared.bias[tid_x_again() / 32]);
+}
+
+// Starts to copy the bias of this warp's scores of a step, as a group of its own.
+template <typename Shared>
+FA_DEVICE void load_bias_tile(const BackwardParams& params, const Shared& shared,
+                              const QueryTileStep& step) {
+  if constexpr (kStageBias) {
+    const AttentionParams& p = params.common;
+    stage_bias<kScoreQueries, kScoreRows>(
+        p, batch_offsets(p, shared.work.entry * params.group + step.head).bias, bias_stage(shared),
+        step.tile * kTileM + score_col(), shared.work.first_key + score_row());
+  }
+}
+
+// Makes scores of products with the bias that a stage holds, and multiplies dP - delta by the slope
+// of each.
+template <typename Shared>
+FA_DEVICE void add_staged_bias(const AttentionParams& p, const Shared& shared, Scores& s,
+                               Scores& dp) {
+  wait_for_staged_bias<1>();  // the next tile of Q may be under way
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+    OperandTile<true, kMmaN> bias;
+    read_staged_bias_of_keys<kScoreQueries, kScoreRows>(bias, bias_stage(shared), 16 * i);
+    apply_score_mod(p, s[i], bias, [&](int j, int e, float slope) { dp[i][j][e] *= slope; });
+  }
+  __syncwarp();  // the stage may be written again
+}
+
 // sums += weights times rows of Q or dO, weights being this warp's own or, from all, in a tile.
 template <bool kFromTile, typename Sums, typename Weights>
 FA_DEVICE void accumulate_gradient(Sums& sums, const Weights& weights, uint32 weight_tile,
@@ -273,6 +318,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int q_stage = i % kQStages, dout_stage = i % kStages;
     cp_async_wait_group<0>();
     __syncthreads();  // this tile is there, and all warps have read the one before it
+    load_bias_tile(params, shared, step);
     const QueryTileStep next = next_visible({step.head, step.tile + 1});
     if (next.head < work.heads) {
       load_q(params, shared, next, (i + 1) % kQStages);
@@ -295,10 +341,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     subtract_delta(dp, rows);
     const int own = work.first_key + score_row() + lane / 4;
     const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
-    if constexpr (kScoreMod) {
-      apply_score_mod_backward<true>(
-          params.common, batch_offsets(params.common, work.entry * params.group + step.head).bias,
-          s, dp, own, other);
+    const int64 bias_offset =
+        kScoreMod ? batch_offsets(params.common, work.entry * params.group + step.head).bias : 0;
+    if (kStageBias && has_aligned_rows(params.common, bias_offset)) {
+      if constexpr (kStageBias) add_staged_bias(params.common, shared, s, dp);
+    } else if constexpr (kScoreMod) {
+      apply_score_mod_backward<true>(params.common, bias_offset, s, dp, own, other);
     }
     const bool in_band = step.tile >= work.tiles.full_begin && step.tile < work.tiles.full_end;
     mask_scores<true, kSparse>(params, s, in_band, words_index, own, other);

@@ -15,6 +15,7 @@
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/score.cuh"
+#include "cuda_src/common/staged_bias.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/warpgroup.cuh"
@@ -260,10 +261,32 @@ FA_DEVICE float2 row_pair(const Prefetched& prefetched, const float* from, int j
 using Operands = OperandTile<true, kMmaM>;
 constexpr bool kPrefetchOperands = kHasOperands && sizeof(Operands) <= 16 * sizeof(uint32);
 
+// A template, for other builds have no stage.
+template <typename Shared>
+FA_DEVICE uint32 bias_stage(const Shared& shared, int group) {
+  return cvta_to_shared(shared.bias[4 * group + warp_row() / 16]);
+}
+
+// Whether the bias of a tile is in the stage; rows that are not aligned are loaded to registers.
+FA_DEVICE bool is_staged(Consumer c, const QueryTile& tile) {
+  return kStageBias &&
+         has_aligned_rows(c.params.common, c.shared.operands_offset[tile.q_pipe.index()]);
+}
+
+// Starts to copy the bias of a tile, whose rows of Q have landed, while its first product runs.
+FA_DEVICE void stage_operands(Consumer c, const QueryTile& tile, int countdown) {
+  if constexpr (kStageBias) {
+    stage_bias<kTileM, 16>(c.params.common, c.shared.operands_offset[tile.q_pipe.index()],
+                           bias_stage(c.shared, c.group), band_tile(c, countdown) * kTileM,
+                           c.work.tile * kTileN + 64 * c.group + warp_row());
+  }
+}
+
 FA_DEVICE void prefetch_operands(Operands& operands, Consumer c, const QueryTile& tile,
                                  int countdown) {
   if constexpr (kPrefetchOperands) {
     const int q_stage = tile.q_pipe.index();
+    if (is_staged(c, tile)) return;
     operands.load(c.params.common, c.shared.operands_offset[q_stage], own_key(c),
                   first_query(c, q_stage, countdown));
   }
@@ -347,10 +370,16 @@ FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetc
 template <int kLater>
 FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer c,
                                 const QueryTile& tile, const float4* rows, int countdown,
-                                const Operands& operands, uint32 (&visible_bits)[2],
-                                bool& needs_mask) {
+                                Operands& operands, uint32 (&visible_bits)[2], bool& needs_mask) {
   Prefetched prefetched;
   prefetch_rows(prefetched, &rows->x);
+  if (is_staged(c, tile)) {
+    if constexpr (kStageBias) {
+      wait_for_staged_bias<0>();
+      read_staged_bias_of_keys<kTileM, 16>(operands, bias_stage(c.shared, c.group));
+      __syncwarp();  // the stage may be written again
+    }
+  }
   wgmma_wait_group<1 + kLater>();  // S^T
   if constexpr (kSparse) {
     apply_band(visible_bits, c, tile.q_pipe.index());
@@ -496,6 +525,7 @@ FA_DEVICE void first_tile(Scores& s, Scores& dp, Rounded& p, Consumer c, uint32 
   wait_for_q(c, tile);
   gemm_s(s, c, tile.q);
   wgmma_commit_group();
+  stage_operands(c, tile, countdown);
   prefetch_mask_words(visible_bits, c, tile.q_pipe.index());
   Operands operands;
   prefetch_operands(operands, c, tile, countdown);
@@ -645,6 +675,7 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     wait_for_q(c, next);
     gemm_s(s, c, next.q);  // S^T = K Q^T of the next tile
     wgmma_commit_group();
+    stage_operands(c, next, countdown);
     prefetch_mask_words(visible_bits, c, next.q_pipe.index());
     prefetch_intervals(visible_bits, c, countdown, needs_mask);
     wgmma_wait_group<2>();  // dV

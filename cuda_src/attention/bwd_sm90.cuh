@@ -47,6 +47,11 @@ constexpr int kDqTileM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a til
 // there: then the first of them need not be waited for (they took 9% of the time).  Larger tiles
 // leave no registers for them.
 constexpr int kPrefetchedLse = kTileM <= 64 ? 4 : 0;
+// A bias of pairs in 16 bits comes by way of shared memory where that has room for it.  As it lies
+// in global memory, a thread's keys and queries are rows and columns the wrong way round, and it
+// would load each element by itself.
+constexpr bool kStageBias =
+    kBiasIs16Bit && kBiasAxes == kBiasOfPair && !kSparse && kBlocks == 1 && kTileM <= 64;
 // Blocks of keys that are at work together without a mask come to a tile of queries one after the
 // other, so that one of them brings it into the L2 cache for all.  Under a mask each goes its own
 // way, and what they read and add to is too much for the cache: then the sums of dQ should stay,
@@ -81,7 +86,13 @@ struct WorkTile : KvWorkTile {
   } group[kGroups];
 };
 
-struct SharedStorage {
+template <bool kStaged>
+struct BiasStorage {};
+template <>
+struct BiasStorage<true> {
+  uint8 bias[4 * kGroups][kTileM * 16 * 2];  // of each warp that computes: its 16 keys
+};
+struct SharedStorage : BiasStorage<kStageBias> {
   uint8 k[kKTileBytes];
   uint8 v[kKTileBytes];
   uint8 q[kQStages][kQTileBytes];

@@ -18,6 +18,7 @@
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
+#include "cuda_src/common/staged_bias.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
@@ -44,11 +45,20 @@ static_assert(!kSparse || (kTilesPerBlock * kTileN == kMaskBlock && kMaskBlock %
 static_assert(!kSparse || (kStages <= 2 && kWarps == 4),
               "a tile is loaded one tile ahead; each warp looks for one end of a list");
 
+// A bias of pairs in 16 bits comes by way of shared memory where two blocks still fit.
+constexpr bool kStageBias =
+    kHasBias && kBiasIs16Bit && kBiasAxes == kBiasOfPair && !kSparse && kDim <= 64;
 using QTile = SharedTile<kTileM, kDim>;
 using KVTile = SharedTile<kTileN, kDim>;
 
 // ---------------------------------------------------------------------------------------- storage
-struct SharedStorage {
+template <bool kStaged>
+struct BiasStorage {};
+template <>
+struct BiasStorage<true> {
+  uint16 bias[kWarps][kWarpRows * kTileN];  // of each warp
+};
+struct SharedStorage : BiasStorage<kStageBias> {
   uint16 q[kTileM * kDim];  // later the output tile
   uint16 k[kStages][kTileN * kDim];
   uint16 v[kStages][kTileN * kDim];
@@ -211,15 +221,82 @@ FA_DEVICE void gemm_pv(const SparseStorage& shared, float (&o)[kMmaM][kMmaV][4],
                              stage_of(cvta_to_shared(shared.v), tile) + b_trans_lane<KVTile>());
 }
 
-// Makes scores of products, in units of log2: then what the softmax computes of them is exact, and
-// a large bias is no reason to compute a row again.
-FA_DEVICE void modify_scores(const AttentionParams& params, const TileWork& work,
-                             float (&s)[kMmaM][kMmaN][4], int key) {
-  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
-  const int row = work.q_begin + warp * kWarpRows + lane / 4, col = key * kTileN + 2 * (lane % 4);
+// Templates, for other builds have no stage.
+template <typename Shared>
+FA_DEVICE uint32 bias_stage(const Shared& shared) {
+  return cvta_to_shared(shared.bias[tid_x_again() / 32]);
+}
+
+// Starts to copy the bias of a tile, as a group of its own.
+template <typename Shared>
+FA_DEVICE void load_bias_tile(const AttentionParams& params, const Shared& shared, int key) {
+  if constexpr (kStageBias) {
+    stage_bias<kWarpRows, kTileN>(params, shared.work.at.bias, bias_stage(shared),
+                                  shared.work.q_begin + tid_x_again() / 32 * kWarpRows,
+                                  key * kTileN);
+  }
+}
+
+// Makes scores of products with the bias that a stage holds.
+template <typename Shared>
+FA_DEVICE void add_staged_bias(const AttentionParams& params, const Shared& shared,
+                               float (&s)[kMmaM][kMmaN][4]) {
+  wait_for_staged_bias<1>();  // what was asked for after it may be under way
+  const uint32 stage = bias_stage(shared);
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
-    load_and_apply_score_mod<false>(params, work.at.bias, s[i], row + 16 * i, col);
+    in_loaded_parts<false>(
+        s[i],
+        [&](auto& operands, int j) {
+          read_staged_bias<kWarpRows, kTileN>(operands, stage, 16 * i, j);
+        },
+        [&](auto& part, auto& operands, int) { return apply_score_mod(params, part, operands); });
+  }
+  __syncwarp();  // the stage may be written again
+}
+
+// Other dims have no registers for it.
+constexpr bool kSoftcapInLog2 = kNearIsLog2 && kDim == 64;
+
+// Makes scores of products where there is a softcap and nothing else: the coefficients of its
+// series are in units of log2 already, which saves a multiplication.
+FA_DEVICE void softcap_in_log2(const AttentionParams& params, float (&s)[kMmaM][kMmaN][4]) {
+  uint32 bits = 0;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) bits |= scale_for_softcap(params, s[i]);
+  const bool near = __all_sync(kFullWarp, series_reaches(bits));
+  auto each = [&](auto of) {
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] = of(s[i][j][e]);
+      }
+    }
+  };
+  if (near) {
+    each([&](float t) { return series_of_softcap(params.softcap_series_log2, t); });
+  } else {
+    each([&](float t) { return scale_score(softcap_by_exp2(params, t), params.exp2_scale); });
+  }
+}
+
+// Makes scores of products, in units of log2: then what the softmax computes of them is exact, and
+// a large bias is no reason to compute a row again.
+FA_DEVICE void modify_scores(const AttentionParams& params, const SparseStorage& shared,
+                             float (&s)[kMmaM][kMmaN][4], int key) {
+  if constexpr (kSoftcapInLog2) return softcap_in_log2(params, s);
+  const TileWork& work = shared.work;
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+  const int row = work.q_begin + warp * kWarpRows + lane / 4, col = key * kTileN + 2 * (lane % 4);
+  const bool is_staged = kStageBias && has_aligned_rows(params, work.at.bias);
+  if (is_staged) {
+    if constexpr (kStageBias) add_staged_bias(params, shared, s);
+  }
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+    if (!is_staged) load_and_apply_score_mod<false>(params, work.at.bias, s[i], row + 16 * i, col);
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
@@ -306,6 +383,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     wait_for_tile(tile == tiles.begin);
     if constexpr (kSparse) load_block_index(params, shared, tiles, tile + 2);
+    load_bias_tile(params, shared, tile);
     if constexpr (kStages == 1) {
       if (tile > tiles.begin) load_v(params, shared, tile);
     } else if (tile + kStages - 1 < tiles.end) {
@@ -317,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     float s[kMmaM][kMmaN][4];
     gemm_qk(shared, s, tile);
     const int key = key_tile(shared, tile);
-    if constexpr (kScoreMod) modify_scores(params, work, s, key);
+    if constexpr (kScoreMod) modify_scores(params, shared, s, key);
     if constexpr (kStages == 1) {  // V has landed and K has been read
       cp_async_wait_group<0>();
       __syncthreads();

@@ -19,8 +19,8 @@
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
+#include "cuda_src/common/staged_bias.cuh"
 #include "cuda_src/common/tile_scheduler.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/prefetch.cuh"
 #include "ptx/shared.cuh"
@@ -123,7 +123,6 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     work.end = keys.end;
 #if FA_PACKED
     work.key_origin = origin;
-    work.has_invalid_rows = is_invalid_row(p, p.q_len + kIntervalPadding - 1);
 #endif
 #if FA_SPLIT
     work.split = split;
@@ -465,56 +464,6 @@ FA_DEVICE uint32 bias_stage(const Shared& shared, int warp) {
   return cvta_to_shared(shared.bias[warp - 4]);
 }
 
-// Starts to copy the bias of a warp's 16 rows and a tile of keys to its stage.  Where rows are not
-// aligned to 16 bytes it is copied on return.  Rows past the last one are that, keys are zeros.
-FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, int row,
-                          int first_col) {
-  constexpr int kChunks = kTileN / 8;
-  const uint16* first = static_cast<const uint16*>(p.bias) + offset;
-  const bool aligned = (p.bias_pairs >> 2 & 1) && reinterpret_cast<uint64>(first) % 16 == 0;
-  const int lane = threadIdx.x % 32;
-  if (aligned) {
-#pragma unroll
-    for (int i = 0; i < kChunks / 2; ++i) {
-      const int own = (32 * i + lane) / kChunks, chunk = (32 * i + lane) % kChunks;
-      const int col = first_col + 8 * chunk;
-      const uint32 bytes = max(0, min(16, 2 * (p.k_len - col)));
-      const uint16* from = first + min(row + own, p.q_len - 1) * p.bias_row + (bytes > 0 ? col : 0);
-      cp_async_cg_16(stage + BiasStage::offset(own, chunk), from, bytes);
-    }
-  } else {
-#pragma unroll 1
-    for (int i = lane; i < 8 * kTileN; i += 32) {
-      const int own = i / (kTileN / 2), pair = i % (kTileN / 2), col = first_col + 2 * pair;
-      const uint16* from = first + min(row + own, p.q_len - 1) * p.bias_row;
-      const uint32 low = from[min(col, p.k_len - 1) * p.bias_col],
-                   high = from[min(col + 1, p.k_len - 1) * p.bias_col];
-      st_shared_b32(stage + BiasStage::offset(own, pair / 4) + pair % 4 * 4, low | high << 16);
-    }
-  }
-  cp_async_commit_group();
-}
-
-// Reads the bias of a tile from a warp's stage.
-template <typename Bias>
-FA_DEVICE void read_staged_bias(Bias& bias, uint32 stage) {
-  const int lane = threadIdx.x % 32;
-  const uint32 address = stage + BiasStage::lane_offset(lane % 16, lane / 16);
-  cp_async_wait_group<0>();
-  __syncwarp();
-#pragma unroll
-  for (int step = 0; step < kMmaN / 2; ++step) {
-    uint32 found[4];
-    ldmatrix_x4(found, BiasStage::at(address, 0, step));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      bias.bits[2 * step][h][0] = found[h];
-      bias.bits[2 * step + 1][h][0] = found[2 + h];
-    }
-  }
-  __syncwarp();  // the stage may be written again
-}
-
 // -------------------------------------------------------------------------------------- work tiles
 // Passes the barriers of a key tile that no row of this warpgroup sees.
 FA_DEVICE void skip_key_tile(const Consumer& c, Pipelines& at) {
@@ -565,6 +514,32 @@ FA_DEVICE int lane_row(const Consumer& c, const Pipelines& at, const GroupWork& 
 }
 FA_DEVICE int lane_col(const Consumer& c, const Pipelines& at, int key_tile) {
   return first_col(c, at, key_tile) + 2 * (c.lane % 4);
+}
+
+// Starts to copy the bias of the next tile to this warp's stage.  With the first tile it comes too
+// late: nothing has asked for it yet.
+FA_DEVICE void stage_next_bias(const Consumer& c, const Pipelines& at, const GroupWork& own) {
+  if constexpr (kStageBias) {
+    if (own.tile + 1 >= own.keys.end) return;
+    const auto& work = c.shared.work[at.work.index()];
+    const int col = first_col(c, at, key_tile_at(work, own.tile + 1));
+    stage_bias<16, kTileN, !kReadBiasLate>(
+        c.params.common, c.shared.operands_offset[at.work.index()], bias_stage(c.shared, c.warp),
+        own.first_row + c.warp_row, col);
+  }
+}
+
+// Makes scores of products with the bias in this warp's stage, as apply_score_mod_of_near does.
+template <typename Shared, int kMma>
+FA_DEVICE bool apply_staged_bias(const AttentionParams& p, const Shared& shared, int warp,
+                                 float (&s)[kMma][4]) {
+  wait_for_staged_bias<0>();
+  return in_loaded_parts<false>(
+      s,
+      [&](auto& operands, int j) {
+        read_staged_bias_fp32<kTileN>(operands, shared.bias[warp - 4], j);
+      },
+      [&](auto& part, auto& operands, int) { return apply_score_mod_of_near(p, part, operands); });
 }
 
 // Starts S = Q K^T of the first key tile of a work tile, whose rows of Q are in a stage.  When
@@ -643,19 +618,18 @@ FA_DEVICE void mod_and_mask_scores(const Consumer& c, const Pipelines& at, const
   }
 }
 
-// Asks for the operands of a tile's scores before its products are there.  With kStageBias those of
-// the first tile come later: nothing has asked for them yet.
+// Asks for the operands of a tile's scores before its products are there.
 template <bool kFirst, typename Operands>
 FA_DEVICE void prefetch_operands(const Consumer& c, const Pipelines& at, const GroupWork& own,
                                  Operands& operands, int key_tile) {
   const AttentionParams& p = c.params.common;
-  if constexpr (kStageBias) {
-    const uint32 stage = bias_stage(c.shared, c.warp);
-    if constexpr (!kFirst) read_staged_bias(operands, stage);
-    if (own.tile + 1 < own.keys.end) {
-      stage_bias(p, c.shared.operands_offset[at.work.index()], stage, own.first_row + c.warp_row,
-                 first_col(c, at, key_tile_at(c.shared.work[at.work.index()], own.tile + 1)));
+  if constexpr (kStageBias && !kReadBiasLate) {
+    if constexpr (!kFirst) {
+      wait_for_staged_bias<0>();
+      read_staged_bias<16, kTileN>(operands, bias_stage(c.shared, c.warp));
+      __syncwarp();  // the stage may be written again
     }
+    stage_next_bias(c, at, own);
   } else if constexpr (kPrefetchOperands && !kFirst) {
     operands.load(p, c.shared.operands_offset[at.work.index()], lane_row(c, at, own),
                   lane_col(c, at, key_tile));
@@ -716,7 +690,11 @@ FA_DEVICE bool try_stale_max(const Consumer& c, const Pipelines& at, const Group
                              const OperandTile<false, kCols / 8>& operands, bool& near) {
   const AttentionParams& p = c.params.common;
   if constexpr (kScoreMod) {
-    if constexpr (kHasOperands && !kPrefetchOperands) {
+    const bool is_staged =
+        kReadBiasLate && has_aligned_rows(p, c.shared.operands_offset[at.work.index()]);
+    if (is_staged) {
+      if constexpr (kReadBiasLate) near = apply_staged_bias(p, c.shared, c.warp, s[0]);
+    } else if constexpr (kHasOperands && !kPrefetchOperands) {
       near = load_and_apply_score_mod_of_near<false>(p, c.shared.operands_offset[at.work.index()],
                                                      s[0], lane_row(c, at, own),
                                                      lane_col(c, at, mask.key_tile));
@@ -769,7 +747,7 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   } else if constexpr (!kFirst) {
     // Without a mask rows have a row_max once they have seen a key.
     has_max = own.tile > own.keys.full_begin;
-    if constexpr (kPacked && !kScoreMod) {
+    if constexpr (kAsksForMax) {
       if (!has_max) has_max = rows_have_max(c, at, own, softmax, key_tile);
     }
   }
@@ -808,6 +786,11 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
     rescale_o(o, correction);
   }
   round_weights<kBf16>(s_tile, p_tile);
+  if constexpr (kReadBiasLate) {
+    // All lanes have read the stage, or nobody has, and copies to it may still be under way.
+    wait_for_staged_bias<0>();
+    stage_next_bias(c, at, own);
+  }
   if constexpr (kOverlapSoftmaxPv) release_v<kFirst>(c, at);
   ++own.tile;
 }
@@ -835,9 +818,6 @@ FA_DEVICE void add_sinks(const Consumer& c, const Pipelines& at, OnlineSoftmax<1
 // Makes NaN of the statistics of rows of an invalid sequence or length, and so of their results.
 FA_DEVICE void mark_invalid_rows(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>& softmax,
                                  int my_row) {
-#if FA_PACKED
-  if (!c.shared.work[at.work.index()].has_invalid_rows) return;
-#endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     bool is_invalid = is_invalid_row(c.params.common, my_row + 8 * h);

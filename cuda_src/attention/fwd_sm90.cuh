@@ -45,6 +45,9 @@ constexpr bool kPages = FA_PAGES;
 static_assert(kLengths || !kPages, "the band of an entry is in its work tiles");
 // A warpgroup's softmax starts before its O += P V is done.
 constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
+// Where it does not, its time shows: there tiles of several sequences are worth a look at which
+// rows have a row_max already.
+constexpr bool kAsksForMax = kPacked && kExclusiveMma && !kScoreMod;
 // The last keys come first: a bias such as ALiBi's is largest at the latest key that a query sees,
 // and a row_max that is there from the start moves no more.  Tiles count in the order of the work.
 constexpr bool kLastTileFirst = kScoreMod && !kSparse;
@@ -63,11 +66,17 @@ constexpr int kMmaV = kDim / 8;
 constexpr bool kPrefetchOperands =
     kHasOperands &&
     (kExpression ? !OperandTile<false, kMmaN>::kByCol : kBiasIs16Bit || kBiasAxes != kBiasOfPair);
-// A bias of pairs in 16 bits comes by way of shared memory where its rows are aligned: loaded to
-// registers, an instruction would touch eight rows, for 16 bytes of each.
-constexpr bool kStageBias = kHasBias && kBiasIs16Bit && kBiasAxes == kBiasOfPair && !kSparse;
-using BiasStage = SharedTile<16, kTileN>;  // of a warp
-constexpr int kBiasStageBytes = 16 * kTileN * 2;
+// A bias of pairs comes by way of shared memory (staged_bias.cuh).  Of 16 bits a tile is read to
+// registers before its products are there; of 32 bits it is read beside them, and its stage is free
+// only then.
+#ifndef FA_STAGE_BIAS
+#define FA_STAGE_BIAS 0
+#endif
+constexpr bool kStageBias = FA_STAGE_BIAS;
+constexpr bool kReadBiasLate = kStageBias && !kBiasIs16Bit;
+constexpr int kBiasStageBytes = 16 * kTileN * (kBiasIs16Bit ? 2 : 4);  // of a warp
+static_assert(!kStageBias || (kBiasAxes == kBiasOfPair && kBiasKind != kFloat64 && !kSparse),
+              "there is a tile of a bias to be staged");
 constexpr int kQFragments = kQInRegisters ? kDim / 16 : 1;  // A operands of Q that a thread holds
 constexpr int kTilesPerBlock = kMaskBlock / kTileN;         // key tiles in a block of a mask
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
@@ -117,8 +126,7 @@ struct WorkTileFields {
   int q_begin;        // first row of the query tile; -1: there is no more work
   int begin, end;     // key tiles that its rows see; with a mask, how many: from 0 on
 #if FA_PACKED
-  int key_origin;        // the first key of tile 0
-  int has_invalid_rows;  // 1: rows of some sequence are NaN, here or elsewhere
+  int key_origin;  // the first key of tile 0
 #endif
 #if FA_SPLIT
   int split;  // which part of the keys

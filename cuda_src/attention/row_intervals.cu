@@ -12,7 +12,6 @@
 #include "cuda_src/common/band.cuh"
 
 constexpr int kThreads = FA_THREADS;
-constexpr int kMostShared = FA_SHARED_OFFSETS;  // offsets of an axis that shared memory holds
 
 struct RowIntervalsParams {
   const void* q_offsets;  // sequences + 1 of them
@@ -37,7 +36,6 @@ static_assert(sizeof(RowIntervalsParams) == FA_ROW_INTERVALS_PARAMS_BYTES,
 struct SharedStorage {
   int disorder[kThreads / 32];  // whether a warp has found offsets that do not ascend
   int work[kThreads];           // of some tiles of rows
-  int offsets[2][kMostShared];  // of q and of k, if there are so few
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -70,17 +68,12 @@ FA_DEVICE bool is_out_of_order(const OffsetArray& offsets, int i) {
   return offset < (i > 0 ? offsets.at(i - 1) : 0) || offset > offsets.len;
 }
 
-// The same answer in all threads of a block.  A few offsets are copied to shared memory, where
-// bisection reads them: there a step takes a tenth of the time.
-FA_DEVICE bool all_in_order(OffsetArray& q, OffsetArray& k, int sequences, SharedStorage& shared) {
+// The same answer in all threads of a block.
+FA_DEVICE bool all_in_order(const OffsetArray& q, const OffsetArray& k, int sequences,
+                            SharedStorage& shared) {
   bool disorder = false;
-  const bool copies = sequences < kMostShared;
   for (int i = threadIdx.x; i <= sequences; i += kThreads) {
     disorder = disorder || is_out_of_order(q, i) || is_out_of_order(k, i);
-    if (copies) {
-      shared.offsets[0][i] = q.at(i);
-      shared.offsets[1][i] = k.at(i);
-    }
   }
   const bool any = __any_sync(kFullWarp, disorder);
   if (threadIdx.x % 32 == 0) shared.disorder[threadIdx.x / 32] = any;
@@ -88,10 +81,6 @@ FA_DEVICE bool all_in_order(OffsetArray& q, OffsetArray& k, int sequences, Share
   bool found = false;
 #pragma unroll
   for (int warp = 0; warp < kThreads / 32; ++warp) found = found || shared.disorder[warp];
-  if (copies) {
-    q = {shared.offsets[0], 4, q.len};
-    k = {shared.offsets[1], 4, k.len};
-  }
   return !found;
 }
 
@@ -257,19 +246,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     attention_row_intervals(const __grid_constant__ RowIntervalsParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  OffsetArray q = {params.q_offsets, params.q_bytes, params.q_len};
-  OffsetArray k = {params.k_offsets, params.k_bytes, params.k_len};
-  const bool in_order = all_in_order(q, k, params.sequences, shared);
-  const PackedSequences x = {params, q, k, in_order};
+  const OffsetArray q = {params.q_offsets, params.q_bytes, params.q_len};
+  const OffsetArray k = {params.k_offsets, params.k_bytes, params.k_len};
+  const PackedSequences x = {params, q, k, all_in_order(q, k, params.sequences, shared)};
   int part = 0, block = static_cast<int>(blockIdx.x);
   while (block >= params.blocks[part]) block -= params.blocks[part++];
   const int own = block * kThreads + threadIdx.x;  // lengths are far enough below 2**31
   if (part == 0) return write_query_tile(x, shared, own);
   if (part == 1) return write_key_tile(x, own);
   if (part == 2 && own < params.q_len + kIntervalPadding) {
-    Interval keys = interval_of<false>(x, own);
-    if (own == params.q_len + kIntervalPadding - 1 && !x.in_order) keys.first |= kInvalidRow;
-    params.keys_of_row[own] = keys;
+    params.keys_of_row[own] = interval_of<false>(x, own);
   }
   if (part == 3 && own < params.k_len + kIntervalPadding) {
     params.rows_of_key[own] = interval_of<true>(x, own);

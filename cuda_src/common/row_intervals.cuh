@@ -20,8 +20,7 @@ constexpr int kInvalidRow = static_cast<int>(0x80000000u);
 // fa_cupy/gpu/kernels/attention/row_intervals.py has the same fields in the same order; they take
 // the place of the first ones of MaskLists.
 struct RowIntervals {
-  // Of each query row, and of kIntervalPadding rows behind the last one, which see no key.  The
-  // last of those is marked as invalid where any row is: else nobody has to ask it of each row.
+  // Of each query row, and of kIntervalPadding rows behind the last one, which see no key.
   const Interval* keys_of_row;
   const Interval* rows_of_key;  // the same of each key
   const Interval* key_tiles;    // of each tile of query rows: the tiles of keys it works on, some

@@ -348,20 +348,26 @@ FA_DEVICE bool apply_score_mod_of_near(const AttentionParams& p, float (&s)[kMma
   return near;
 }
 
-// The same two for the scores of some rows that start at `row`, whose operands are loaded a few
-// columns at a time: for builds that have no registers for more.
-template <bool kOwnKeys, int kMmaN, typename Apply>
-FA_DEVICE bool in_parts(const AttentionParams& p, int64 offset, float (&s)[kMmaN][4], int row,
-                        int col, const Apply& apply) {
+// The same two with operands that load(operands, j) finds a few columns at a time, from 8 * j on:
+// for builds that have no registers for more.
+template <bool kOwnKeys, int kMmaN, typename Load, typename Apply>
+FA_DEVICE bool in_loaded_parts(float (&s)[kMmaN][4], const Load& load, const Apply& apply) {
   constexpr int kStep = columns_at_a_time<kOwnKeys, kMmaN>(4);
   bool near = true;
 #pragma unroll
   for (int j = 0; j < kMmaN; j += kStep) {
     OperandTile<kOwnKeys, kStep> operands;
-    if constexpr (kHasOperands) operands.load(p, offset, row, col + 8 * j);
+    if constexpr (kHasOperands) load(operands, j);
     near &= apply(reinterpret_cast<float (&)[kStep][4]>(s[j]), operands, j);
   }
   return near;
+}
+// The same of operands in global memory, whose rows start at `row`.
+template <bool kOwnKeys, int kMmaN, typename Apply>
+FA_DEVICE bool in_parts(const AttentionParams& p, int64 offset, float (&s)[kMmaN][4], int row,
+                        int col, const Apply& apply) {
+  return in_loaded_parts<kOwnKeys>(
+      s, [&](auto& operands, int j) { operands.load(p, offset, row, col + 8 * j); }, apply);
 }
 
 template <bool kOwnKeys, int kMmaN, typename UseSlope = IgnoreSlope>

@@ -1,11 +1,11 @@
 // A tile of 16-bit elements in shared memory, swizzled so that ldmatrix and 16-byte stores meet no
 // bank conflict.
 //
-// The tile is cut into column blocks of 64 elements (128 bytes; 32 elements, 64 bytes, where 64
-// does not divide the width), each stored row after row.  The 16-byte chunk c of row r lies at c ^
-// (r & 7): eight rows at one chunk then cover all 32 banks.  Blocks of 64 bytes put two rows into
-// one 128-byte line, so there it is c ^ ((r >> 1) & 3). It is the layout that TMA's 128-byte
-// (64-byte) swizzle makes: PTX ISA 5.5.7 "Swizzling Modes".
+// The tile is cut into column blocks of 64 elements (128 bytes; 32 or 16 elements, 64 or 32 bytes,
+// where 64 does not divide the width), each stored row after row.  The 16-byte chunk c of row r is
+// at c ^ (r & 7): eight rows at one chunk then cover all 32 banks.  Blocks of 64 bytes put two rows
+// into one 128-byte line: there it is c ^ ((r >> 1) & 3), and c ^ ((r >> 2) & 1) in blocks of 32.
+// It is the layout that TMA's swizzle of as many bytes makes: PTX ISA 5.5.7 "Swizzling Modes".
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
@@ -13,17 +13,17 @@
 
 template <int kRows, int kCols>
 struct SharedTile {
-  static constexpr int kBlockCols = kCols % 64 == 0 ? 64 : 32;
+  static constexpr int kBlockCols = kCols % 64 == 0 ? 64 : kCols % 32 == 0 ? 32 : 16;
   static constexpr int kBlockChunks = kBlockCols / 8;
   static constexpr int kRowChunks = kCols / 8;
-  static_assert(kCols % 32 == 0 && kRows % 8 == 0, "a swizzled tile is whole in both directions");
+  static_assert(kCols % 16 == 0 && kRows % 8 == 0, "a swizzled tile is whole in both directions");
 
   static constexpr int kRowBytes = kBlockCols * 2;
   static constexpr int kBlockBytes = kRows * kRowBytes;
   static constexpr int kBytes = kRows * kCols * 2;
 
   static __device__ __forceinline__ int swizzle(int row) {
-    return kBlockChunks == 8 ? row & 7 : row >> 1 & 3;
+    return kBlockChunks == 8 ? row & 7 : kBlockChunks == 4 ? row >> 1 & 3 : row >> 2 & 1;
   }
 
   // Byte offset of a 16-byte chunk.

@@ -13,8 +13,8 @@
 constexpr float kLowScale = 2048.0f;           // 2^11
 constexpr float kLowInverse = 1.0f / 2048.0f;  // 2^-11
 constexpr float kLargest = 3.40282347e38f;     // of float32 (IEEE 754)
-// Exponents of rows of V without a number, below all others: of one of zeros, whose weight may be far
-// above those of the others, and of one that does not exist, whose weight is 0.
+// Exponents of rows of V without a number, below all others: of one of zeros, whose weight may be
+// far above those of the others, and of one that does not exist, whose weight is 0.
 constexpr int kZeroExponent = -900, kNoExponent = -1000;
 
 // 2^exponent, for an exponent between -127 (which gives 0) and 127 (IEEE 754).

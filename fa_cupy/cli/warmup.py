@@ -32,7 +32,7 @@ from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.packed import other_rows
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
-from fa_cupy.gpu.kernels.registry import MASKS, PAIRS, SPLITKV
+from fa_cupy.gpu.kernels.registry import GRADIENTS, MASKS, PAIRS, SPLITKV
 from fa_cupy.gpu.kernels.variant import Variant
 
 # Which kernels a causal product gets depends on how many sequences there are and how long they are.
@@ -65,7 +65,7 @@ def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Vari
     for pair, masked, mapped in product(walked, (False, True), (False, True)):
         rows = attention_backward.select(Wanted(*pair, masked, mapped), target)
         chosen |= {*rows, *MASKS} if rows else set()
-    return [row for row in (*attention_backward.VARIANTS, *MASKS) if row in chosen]
+    return [row for row in (*GRADIENTS, *MASKS) if row in chosen]
 
 
 def serving_products(
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         print("warmup: there is no GPU, want a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
-    every = (*ROWS, *SPLITKV, *attention_backward.VARIANTS, *PRODUCTS, *PAIRS)
+    every = (*ROWS, *SPLITKV, *GRADIENTS, *PRODUCTS, *PAIRS)
     dims = set(options.head_dim or (row.dim for row in every))
     rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
     rows += serving_splitkv(target, dtypes, dims)

@@ -21,7 +21,7 @@ from fa_cupy.core.arrays import Laid, dense_strides, empty_laid_out, memory_orde
 from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.gpu import sinks_gradient, workspace
+from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import (
     NOT_PACKED,
     Allocation,
@@ -33,9 +33,6 @@ from fa_cupy.gpu.arrays import (
     require_whole_elements,
 )
 from fa_cupy.gpu.driver.launch import capturing
-from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import leaves_to_cublas
-from fa_cupy.gpu.kernels.attention.pairs import gradients_plan
-from fa_cupy.gpu.kernels.attention.pairs.pair_gradients import serves_gradients
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
@@ -44,7 +41,7 @@ from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
-from fa_cupy.gpu.plan import Plan
+from fa_cupy.gpu.plan import Launcher, Plan, Workspace
 from fa_cupy.keys import entries, sequences
 from fa_cupy.keys.folded import can_fold, folded, folded_problem, unfold
 from fa_cupy.keys.gathered import (
@@ -169,7 +166,6 @@ def cached(
         return None  # in a capture, an error would leave memory in the graph
     facts: list[Any] = [
         _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, need is None,
-        packed.key,
     ]  # fmt: skip
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
@@ -182,17 +178,18 @@ def cached(
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
-    found: Any = lookup(key := tuple(facts), UNKNOWN)
+    found: Any = lookup(key := (*facts, packed.key), UNKNOWN)
     if found is UNKNOWN:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
-        if not takes_bias(problem) or (problem.dtype == _FLOAT64 and _on_products(problem)):
+        of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
+        is_left = problem.dtype == _FLOAT64 and _on_products(problem, of_bias is not None)
+        if is_left or not takes_bias(problem):
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
-        of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
         found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias))
     if found is None or found.copies:
         return None
@@ -235,7 +232,9 @@ def backward(
         return _with_lengths(problem, inputs, results, need, empty, sinks, score, keys, on_host)
     of_keys = () if keys is None else keys[2:]
     found = None
-    if not isinstance(inputs[4], tuple) and (capturing() or not _on_products(problem)):
+    if not isinstance(inputs[4], tuple) and (
+        capturing() or not _on_products(problem, "bias" in need)
+    ):
         found = by_kernels(problem, inputs, results, need, empty, sinks, score, of_keys)
     if found is not None:
         return found
@@ -246,10 +245,15 @@ def backward(
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
 
 
-def _on_products(problem: Problem) -> bool:
+def _on_products(problem: Problem, of_bias: bool) -> bool:
     """Whether products of cuBLAS compute gradients that kernels could compute, unless captured."""
+    if problem.dtype != _FLOAT64:
+        return False
+    # Imported here, as what else a call may need below: a first call takes less time.
+    from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import leaves_to_cublas
+
     target = workspace.launcher(runtime.getDevice()).target
-    return problem.dtype == _FLOAT64 and leaves_to_cublas(problem, target, gradients=True)
+    return leaves_to_cublas(problem, target, True, of_bias)
 
 
 def _packed(
@@ -450,6 +454,8 @@ def by_kernels(
     of_score = (*of_score, *[x.data.ptr for x in of_keys])
     memory = rows = None
     if "sinks" in need:
+        from fa_cupy.gpu import sinks_gradient
+
         memory = workspace.take(plan.plan.workspace_bytes)
         rows = sinks_gradient.rows_of(problem, plan.plan, plan.places, memory)
     if not plan.run(arrays, inputs[4], memory, of_score):
@@ -572,16 +578,15 @@ def _prepare(
 ) -> Prepared | None:
     traits, inside = _traits(problem, laid, copied, need, dbias)
     sizes, launcher = {name: x.nbytes for name, x in inside.items()}, workspace.launcher(device)
-    if counts is not None and serves_gradients(traits):
-        made = gradients_plan.make_plan(traits, launcher, counts, sizes, by_pair)
+    made = None if counts is None else _plan_of_pairs(traits, launcher, counts, sizes, by_pair)
+    if made is not None:
         tables: Any = CallPairs(traits.problem, device, gradients=True)
     elif by_pair is not None:
         return None
     else:
-        found = make_plan(traits, launcher, sizes)
-        if found is None:
+        made = make_plan(traits, launcher, sizes)
+        if made is None:
             return None
-        made = found
         tables = None if problem.mask is None else CallTables(traits.problem, device)
     plan, (places, _) = made
     return Prepared(
@@ -591,6 +596,22 @@ def _prepare(
         copies={name: (x, places[name]) for name, x in inside.items()},
         grads=[allocation(*x) for x in (*[laid[name] for name in _GRADIENTS], dbias) if x],
     )
+
+
+def _plan_of_pairs(
+    traits: Traits,
+    launcher: Launcher,
+    counts: PairCounts,
+    sizes: dict[str, int],
+    by_pair: PairBias | None,
+) -> tuple[Plan, Workspace] | None:
+    """Return the plan that reads the pairs of a mask one by one, None where no kernels do."""
+    from fa_cupy.gpu.kernels.attention.pairs import gradients_plan
+    from fa_cupy.gpu.kernels.attention.pairs.pair_gradients import serves_gradients
+
+    if not serves_gradients(traits):
+        return None
+    return gradients_plan.make_plan(traits, launcher, counts, sizes, by_pair)
 
 
 def _traits(

@@ -202,7 +202,7 @@ def _over(problem: Product, array: Any) -> View:
 
 
 def plan_for(jobs: tuple[Job, ...], algorithm: str = "auto") -> Plan | None:
-    """Return the plan of some products in one launch, made at most once; None where none is."""
+    """Return the one plan of some products, made at most once; None where none is."""
     device = runtime.getDevice()
     key = _NAME, device, jobs, algorithm
     plan = lookup(key, UNKNOWN)

@@ -34,10 +34,11 @@ _NAME = "causal_product_backward"
 
 
 class _Call(NamedTuple):
-    """A call whose gradients are the outputs of one launch: its plan, what it allocates."""
+    """A call whose gradients are the outputs of one plan, and what it allocates."""
 
     plan: Plan
     results: tuple[Allocation, ...]
+    low_bits: int  # of an address: none of an element of the call has one of them
 
 
 def cached(
@@ -48,7 +49,7 @@ def cached(
     if reverse.__class__ is not bool or any(type(x) is not cupy.ndarray for x in arrays):
         return None
     call = lookup(_key(dout, q, k, v, initial, dstate, reverse))
-    if call is None or any(x.data.ptr & 3 for x in arrays):
+    if call is None or any(x.data.ptr & call.low_bits for x in arrays):
         return None
     found = tuple(
         cupy.ndarray(shape, dtype, alloc(nbytes), strides)
@@ -127,8 +128,9 @@ def _gradients(
     found = [term.out for term in terms] + ([] if initial is None else [terms[2].state])
     plain = all(x is y for x, y in zip(found, (dq, dk, dv, dinitial), strict=False))
     if plan is not None and plain and terms[2].initial is dstate:
+        low_bits = 7 if problem.dtype.itemsize == 8 else 3
         results = tuple(allocation(x.shape, x.strides, x.dtype) for x in found)
-        remember(_key(dout, q, k, v, initial, dstate, reverse), _Call(plan, results))
+        remember(_key(dout, q, k, v, initial, dstate, reverse), _Call(plan, results, low_bits))
     return dq, dk, dv, dinitial
 
 
@@ -173,9 +175,9 @@ def describe(
 
 
 def run(terms: tuple[Term, ...]) -> Plan | None:
-    """Compute all products: where kernels can in one launch, whose plan is returned.
+    """Compute all products: where kernels can by one plan, which is returned.
 
-    Then blocks that work on the same sequence run at the same time, and share what they read.
+    In one launch blocks of the same sequence run at the same time, and share what they read.
     """
     plan = None
     if all(map(_direct, terms)):

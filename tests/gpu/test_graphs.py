@@ -331,6 +331,8 @@ GRADIENTS = {
     "score": {"score": True, "dlse": True},
     "score, k strided": {"score": True, "layouts": {"k": "strided"}, "is_causal": True},
     "bias and its gradient": {"bias": True, "dlse": True},
+    "float32, bias and its gradient": {"bias": True, "dtype": SINGLE, "is_causal": True},
+    "float64, bias and its gradient": {"bias": True, "dtype": np.dtype(np.float64)},
     "sinks": {"sinks": ((4, 1), SINGLE), "dlse": True},
     "sinks of bfloat16, k strided": {
         "sinks": ((200,), BFLOAT16), "dtype": BFLOAT16, "layouts": {"k": "strided"},

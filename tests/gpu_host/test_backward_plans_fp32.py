@@ -16,6 +16,7 @@ from tests.support.kernel_attention import blocks_of
 __all__ = ["cupy", "host", "launcher"]  # fixtures
 pytestmark = pytest.mark.emulator
 KERNELS = ["bwd_preprocess_fp32", "bwd_dq_fp32", "bwd_dkdv_fp32"]
+BY_WGMMA = [KERNELS[0], *(f"{name}_sm90" for name in KERNELS[1:])]
 small = functools.partial(of_float64.small, dtype=np.float32)
 
 
@@ -25,6 +26,18 @@ def test_gradients_are_those_of_the_definition(host, cupy, launcher, target):
     FullCall(small(**CAUSAL)).check(host, cupy)
     FullCall(small(dims=(27, 13), dlse=False)).check(host, cupy, ("v", "q"))
     assert launcher.ran == 2 * KERNELS
+
+
+def test_wider_rows_are_for_wgmma(host, cupy, launcher):
+    """Those above 32; rows may begin at any element, and of sinks there is a gradient, too."""
+    FullCall(small(dims=(27, 45), dlse=False, **CAUSAL), k="upward").check(host, cupy)
+    sinks = np.float32([0.5, -2.0, 2.0**12, -np.inf])[:, None]
+    FullCall(small(dims=(40, 33), sinks=sinks)).check(host, cupy, (*ALL, "sinks"))
+    assert launcher.ran == 2 * BY_WGMMA
+    launcher.ran.clear()
+    launcher.target = "sm_89"
+    FullCall(small(dims=(27, 45))).check(host, cupy)
+    assert launcher.ran == KERNELS
 
 
 @pytest.mark.parametrize("name", only(["q", "v", "out", "dout", "lse", "dlse"], "v", "lse"))

@@ -53,6 +53,17 @@ def test_options_of_the_output_are_for_the_kernels(options, gradients):
     assert choices(**options) == [False, gradients]
 
 
+def test_gradients_of_a_bias_go_to_cublas_above_64_dims():
+    bias = np.zeros((8, 1, 1))
+    for dims, wanted in (((64, 64), False), ((64, 72), True), ((128, 128), True)):
+        found = problem(dims=dims, bias=bias)
+        for of_bias in (False, True):
+            got = products_fp64.leaves_to_cublas(found, HERE, gradients=True, of_bias=of_bias)
+            assert got == (wanted and of_bias)
+    narrow = problem(dims=(128, 128), bias=bias, window=(1000, 0), causal_align="top_left")
+    assert not products_fp64.leaves_to_cublas(narrow, HERE, gradients=True, of_bias=True)
+
+
 def test_small_calls_are_for_the_kernels():
     assert choices(batch=(1, 1)) == [False, True]
     assert choices(lengths=(17, 4096), batch=(2, 8)) == [False, False]

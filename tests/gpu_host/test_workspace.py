@@ -295,18 +295,18 @@ def with_places(what="lengths", gradients=False, dtype=HALF, dim=64, shared=2, *
     return lambda: fa_cupy.attention_backward(q, q, k, k, q, rows, **options)
 
 
-def multiply(step=1, out=None, state=False, dtype=HALF, length=3000):
-    q, k = (array(2, length, 64, dtype=dtype) for _ in range(2))
-    v = array(2, length, 64 * step, dtype=dtype)[..., ::step]
+def multiply(step=1, out=None, state=False, dtype=HALF, length=3000, dim=64):
+    q, k = (array(2, length, dim, dtype=dtype) for _ in range(2))
+    v = array(2, length, dim * step, dtype=dtype)[..., ::step]
     out = out and out()
-    initial = array(2, 64, 64, dtype=SINGLE) if state else None
+    initial = array(2, dim, dim, dtype=DOUBLE if dtype == DOUBLE else SINGLE) if state else None
     return lambda: fa_cupy.causal_product(
         q, k, v, initial_state=initial, return_state=state, out=out
     )
 
 
-def multiply_backward(heads=4, dtype=HALF, state=False):
-    q, k = array(2, 4, 300, 64, dtype=dtype), array(2, heads, 300, 64, dtype=dtype)
+def multiply_backward(heads=4, dtype=HALF, state=False, dim=64):
+    q, k = array(2, 4, 300, dim, dtype=dtype), array(2, heads, 300, dim, dtype=dtype)
     initial = array(2, heads, 64, 64, dtype=SINGLE) if state else None
     return lambda: fa_cupy.causal_product_backward(
         q, q, k, k, initial_state=initial, dstate=initial
@@ -334,8 +334,8 @@ def linear(feature="elu1", out=None, dtype=HALF, dim=64, state=False, **options)
     return lambda: fa_cupy.linear_attention(q, k, k, feature_map=feature, out=out, **options)
 
 
-def linear_backward(feature="elu1", dtype=HALF, state=False, heads=4, **options):
-    q, k = array(2, 4, 300, 64, dtype=dtype), array(2, heads, 300, 64, dtype=dtype)
+def linear_backward(feature="elu1", dtype=HALF, state=False, heads=4, dim=64, **options):
+    q, k = array(2, 4, 300, dim, dtype=dtype), array(2, heads, 300, dim, dtype=dtype)
     if state:
         states = {
             name: array(2, heads, 64, 65, dtype=SINGLE) for name in ("initial_state", "dstate")
@@ -408,7 +408,9 @@ CASES = {
     "causal_product, v strided": lambda: multiply(step=2, state=True),
     "causal_product, out strided": lambda: multiply(out=lambda: array(2, 3000, 128)[..., ::2]),
     "causal_product, float32": lambda: multiply(dtype=SINGLE),
+    "causal_product, float64 with a state": lambda: multiply(dtype=DOUBLE, state=True),
     "causal_product_backward": multiply_backward,
+    "causal_product_backward, float64": lambda: multiply_backward(dtype=DOUBLE),
     "causal_product_backward, heads": lambda: multiply_backward(heads=2),
     "causal_product_backward, states": lambda: multiply_backward(heads=2, state=True, dtype=SINGLE),
     "causal_product_backward without queries": multiply_backward_without_queries,
@@ -417,7 +419,9 @@ CASES = {
     "linear_attention with a function": lambda: linear(pairs, dim=8),
     "linear_attention, out strided": lambda: linear(out=lambda: array(2, 300, 128)[..., ::2]),
     "linear_attention with a state": lambda: linear(state=True),
+    "linear_attention, float64": lambda: linear(dtype=DOUBLE),
     "linear_attention_backward": linear_backward,
+    "linear_attention_backward, float64": lambda: linear_backward(dtype=DOUBLE),
     "linear_attention_backward, heads": lambda: linear_backward("relu", SINGLE, heads=2),
     "linear_attention_backward, states": lambda: linear_backward("exp", state=True, heads=2),
     "merge_attention": merge,
@@ -427,11 +431,11 @@ REFUSED = {
     "attention, few queries of float64": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
     )(array(2, 16, 64, dtype=DOUBLE)),
-    "causal_product, float64": lambda: multiply(dtype=DOUBLE, length=30),
-    "causal_product_backward, float64": lambda: multiply_backward(dtype=DOUBLE),
-    "linear_attention, float64": lambda: linear(dtype=DOUBLE),
+    "causal_product, wide float64": lambda: multiply(dtype=DOUBLE, length=30, dim=264),
+    "causal_product_backward, wide float64": lambda: multiply_backward(dtype=DOUBLE, dim=264),
+    "linear_attention, wide float64": lambda: linear(dtype=DOUBLE, dim=264),
     "linear_attention, all keys": lambda: linear(is_causal=False),
-    "linear_attention_backward, float64": lambda: linear_backward(dtype=DOUBLE),
+    "linear_attention_backward, wide float64": lambda: linear_backward(dtype=DOUBLE, dim=264),
     "linear_attention_backward, all keys": lambda: linear_backward(is_causal=False),
     "kernel_regression": lambda: (
         lambda x: lambda: fa_cupy.kernel_regression(x, x, x, 1.0)
@@ -453,8 +457,8 @@ REFUSED = {
     "attention_backward, lengths and a band": lambda: with_places(
         gradients=True, dim=60, is_causal=True, causal_align="bottom_right"
     ),
-    "attention_backward, lengths and a bias of float64": lambda: with_places(
-        gradients=True, dtype=DOUBLE, bias=array(300, 300, dtype=DOUBLE)
+    "attention_backward, lengths and a bias of wide dims": lambda: with_places(
+        gradients=True, dtype=DOUBLE, dim=264, bias=array(300, 300, dtype=DOUBLE)
     ),
     "attention_backward, lengths of keys that all share": lambda: with_places(
         gradients=True, shared=1

@@ -31,7 +31,7 @@ from fa_cupy.gpu.kernels.forward import VARIANTS, Call, reachable, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
-from fa_cupy.gpu.kernels.registry import MASKS, ROWS, SPLITKV
+from fa_cupy.gpu.kernels.registry import GRADIENTS, MASKS, ROWS, SPLITKV
 from tests.support.every_run import only
 from validation.digest import ROOT
 
@@ -166,7 +166,7 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
         (["--v-dim", "300", "--target", "sm_80"], "sm_80: tiled CuPy"),
         (["--causal"], "causal: 0.275 TFLOP"),
         ([], "causal_product: chunked, 1 segments a sequence"),
-        (["--dtype", "float64", "--target", "sm_80"], "chunked, on cuBLAS products"),
+        (["--dtype", "float64", "--target", "sm_80"], "linear_chunk_fp64-float64-d128"),
         (["--k-len", "2048"], "64 x 4096 queries x 2048 keys, head_dim 128, v_dim 128: 0.275"),
         ([], "no device here"),
         (["--target", "sm_90a"], "attention_backward: attention_bwd_sm90-float16-d128"),
@@ -211,7 +211,14 @@ def test_info_says_what_would_serve_a_call(arguments, shown, capsys):
             ["1,16,4096,300", "--dtype", "fp16"],
             ["132 multiprocessors: chunked, on cuBLAS products"],
         ),
-        (["1,16,4096,64", "--dtype", "fp64"], ["132 multiprocessors: chunked, on cuBLAS products"]),
+        (
+            ["1,16,4096,64", "--dtype", "fp64"],
+            ["132 multiprocessors: chunked", "linear_chunk_fp64"],
+        ),
+        (
+            ["1,16,4096,300", "--dtype", "fp64"],
+            ["132 multiprocessors: chunked, on cuBLAS products"],
+        ),
     ],
 )
 def test_info_says_which_algorithm_a_causal_product_gets(arguments, shown, capsys):
@@ -322,7 +329,7 @@ def test_warmup_compiles_what_few_queries_can_get(target):
 
 def test_warmup_compiles_what_gradients_can_get():
     """Those of float32 and float64 in dims of any size."""
-    every = attention_backward.VARIANTS
+    every = GRADIENTS
     for target in ("sm_80", "sm_90a", "sm_120"):
         rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
         calls = [*product(("float16", "bfloat16"), (64, 200), (False, True))]
@@ -353,6 +360,8 @@ def test_warmup_compiles_what_causal_products_can_get(target):
     assert {row.source for row in rows} == {
         "linear/chunk_sm80",
         "linear/chunk_state_sm80",
+        "linear/chunk_fp64",
+        "linear/chunk_state_fp64",
         "linear/state_prefix_sum",
     }
     assert {row.dim for row in rows if row.dtype == "bfloat16"} == {64}
@@ -397,6 +406,9 @@ def test_warmup_compiles_what_packed_sequences_can_get(target):
         *(f"attention/bwd_{which}_fp64" for which in ("dq", "dkdv")),
         "linear/other_rows",
         "linear/recurrent_fp64",
+        "linear/chunk_fp64",
+        "linear/chunk_state_fp64",
+        "linear/state_prefix_sum",
     }
     assert serving_packed(target, {"float32"}, {300})[0] == SEQUENCE_SPANS
 

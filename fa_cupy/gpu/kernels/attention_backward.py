@@ -33,20 +33,8 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_sm90,
 )
 from fa_cupy.gpu.kernels.attention.dbias import (
-    bwd_dbias_fp32,
-    bwd_dbias_fp64,
     bwd_dbias_sm80,
     bwd_dbias_sm90,
-)
-from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
-    backward_fp32,
-    bwd_dkdv_fp32,
-    bwd_dkdv_fp32_sm90,
-    bwd_dkdv_fp64,
-    bwd_dq_fp32,
-    bwd_dq_fp32_sm90,
-    bwd_dq_fp64,
-    bwd_preprocess_fp32,
 )
 from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, Intervals, intervals
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
@@ -56,6 +44,7 @@ from fa_cupy.gpu.kernels.score import score_pointers
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask,
 #: `OFFSETS` with packed sequences.
 ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "sinks", "dq", "dk", "dv", "dbias")
+#: The kernels of float16 and bfloat16.
 VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_sm90.VARIANTS,
     *bwd_dkdv_sm90.VARIANTS,
@@ -67,33 +56,7 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dq_sm80.VARIANTS,
     *bwd_dbias_sm80.VARIANTS,
     *bwd_dbias_sm90.VARIANTS,
-    *bwd_dq_fp64.VARIANTS,
-    *bwd_dkdv_fp64.VARIANTS,
-    *bwd_preprocess_fp32.VARIANTS,
-    *bwd_dq_fp32.VARIANTS,
-    *bwd_dkdv_fp32.VARIANTS,
-    *bwd_dbias_fp64.VARIANTS,
-    *bwd_dbias_fp32.VARIANTS,
-    *bwd_dq_fp32_sm90.VARIANTS,
-    *bwd_dkdv_fp32_sm90.VARIANTS,
 )
-#: The main kernels of dtypes that have the same ones everywhere, in the order of their launches.
-_OF_DTYPE: Mapping[str, tuple[Sequence[BackwardVariant], ...]] = {
-    "float64": (bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS),
-    "float32": (bwd_dq_fp32.VARIANTS, bwd_dkdv_fp32.VARIANTS),
-}
-#: What follows them where the gradient of a bias is wanted.
-_DBIAS_OF_DTYPE: Mapping[str, Sequence[BackwardVariant]] = {
-    "float64": bwd_dbias_fp64.VARIANTS,
-    "float32": bwd_dbias_fp32.VARIANTS,
-}
-#: Those of float32 on Hopper, of calls that `_is_for_wgmma`.
-_FP32_SM90: tuple[Sequence[BackwardVariant], ...] = (
-    bwd_dq_fp32_sm90.VARIANTS, bwd_dkdv_fp32_sm90.VARIANTS,
-)  # fmt: skip
-#: Up to this dim gradients of float32 come from kernels of mma.sync everywhere: those of wgmma
-#: would have twice as many columns.
-MMA_DIM = 32
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
 
@@ -129,16 +92,13 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
         return (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
 
-    if (kernels := _OF_DTYPE.get(wanted.dtype)) is not None:
-        if not wanted.strided:
-            return ()
-        first = bwd_preprocess_fp32.DENSE  # none in float64
-        if wanted.dbias:
-            kernels = *kernels, _DBIAS_OF_DTYPE[wanted.dtype]
-        elif target == "sm_90a" and _is_for_wgmma(wanted):
-            first, kernels = bwd_preprocess_fp32.SWIZZLED, _FP32_SM90
+    if wanted.dtype in ("float32", "float64"):
+        # Other calls do without these modules, whose import takes some milliseconds.
+        from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
+
+        first, kernels = selection.kernels_of(wanted, target)
         picked = [row for rows in kernels for row in pick(rows, wanted.masked)]
-        return (*pick(first), *picked) if len(picked) == len(kernels) else ()
+        return (*pick(first), *picked) if wanted.strided and len(picked) == len(kernels) else ()
     main: list[BackwardVariant] = []
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
@@ -159,11 +119,6 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if wanted.mapped and wanted.dbias_fills and of_pairs:  # one may broadcast where it is read only
         last += pick(bwd_dbias_sm90.VARIANTS, wanted.masked)
     return *found, *(last or pick(bwd_dbias_sm80.VARIANTS, wanted.masked))
-
-
-def _is_for_wgmma(wanted: Wanted) -> bool:
-    """Whether kernels of ``wgmma`` compute gradients of float32 where they can."""
-    return wanted.dtype == backward_fp32.DTYPE and wanted.dim > MMA_DIM
 
 
 def make_plan(
@@ -188,8 +143,10 @@ def make_plan(
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)
-    steps = [step for variant in variants[1:] for step in variant.steps(traits, launches)]
+    steps = [variant.step(traits, launches) for variant in variants[1:]]
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
+    if traits.wanted.dbias:
+        steps += variants[-1].joining(steps[-1])
     if traits.wanted.packed:
         first = _intervals(traits, variants)
         launches.scratch |= first.sizes

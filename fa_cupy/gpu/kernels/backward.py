@@ -128,9 +128,9 @@ class BackwardVariant(Variant):
         """Return the launch of the kernel, whose parts of the workspace are added to `launches`."""
         raise NotImplementedError
 
-    def steps(self, traits: Traits, launches: Launches) -> tuple[Step, ...]:
-        """Return the launches of the kernel: one in most cases."""
-        return (self.step(traits, launches),)
+    def joining(self, step: Step) -> list[Step]:
+        """Return what follows the launch of a gradient of a bias: what joins its parts, if any."""
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

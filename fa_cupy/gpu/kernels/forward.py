@@ -32,12 +32,7 @@ from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
-from fa_cupy.gpu.kernels.attention.splitkv.params import (
-    heads_of_tile,
-    partial_sizes,
-    reads_key_arrays,
-    supports,
-)
+from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, partial_sizes, supports
 from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_scale, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
@@ -157,7 +152,7 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
         len(problem.batch) > MAX_BATCH_AXES or not takes_score(problem)
     ):
         return None
-    if reads_key_arrays(problem) and not supports(problem):
+    if (problem.k_lengths or problem.pages) is not None and not supports(problem):
         return None
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
@@ -176,7 +171,9 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
     problem = traits.problem
     if isinstance(variant, FwdFp32 | FwdFp32Sm90 | FwdFp64):
         return False
-    of_pages, of_lengths = problem.pages is not None, reads_key_arrays(problem)
+    of_pages, of_lengths = problem.pages is not None, bool(traits.key_views)
+    if of_pages and problem.q_len == 1:
+        return True
     if problem.offsets is not None or (problem.q_len > _SPLIT_ROWS and not of_lengths):
         return False
     heads = heads_of_tile(traits)
@@ -185,10 +182,8 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
         # Of some numbers of heads each reads the keys for itself there.
         packed = fwd_sm90.packed_heads(traits, variant.tile_m) == heads
         many = rows > _FEW_ROWS or (problem.k_len >= _MANY_KEYS and not of_pages)
-        if of_pages and fwd_sm90.boxes_of_pages(traits, variant) is None:
-            return True
         if rows > _SPLIT_ROWS or (packed and many):
-            return False
+            return of_pages and fwd_sm90.boxes_of_pages(traits, variant) is None
     if of_lengths:
         return True
     if rows > _SPLIT_ROWS or problem.k_len < _SPLIT_KEYS or not supports(problem):
@@ -236,7 +231,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     assert isinstance(variant, Row)
     if problem.offsets is not None:
         variant = variant.for_sequences(True)
-    if isinstance(variant, FwdSm90) and reads_key_arrays(problem):
+    if isinstance(variant, FwdSm90) and traits.key_views:
         variant = variant.for_keys(True, False, pages=problem.pages is not None)
     if isinstance(variant, FwdFp64):
         return _plan(traits, variant, fwd_fp64.steps(traits, variant), names, launcher)
@@ -247,7 +242,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
-        if reads_key_arrays(problem):
+        if traits.key_views:
             return fwd_splitkv.make_plan(traits, launcher)
         plain = for_any_layout(problem, launcher.target)
         assert plain is not None

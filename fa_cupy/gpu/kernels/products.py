@@ -20,6 +20,8 @@ from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
 #: Of a product, as `POINTERS` but for the workspace.
 ARRAYS = POINTERS[:-1]
+# What plans of so many products call their arrays: gradients are up to three, and a state.
+_NAMES = tuple([[f"{i}.{name}" for i in range(jobs) for name in ARRAYS] for jobs in range(5)])
 
 
 def make_plan(jobs: Sequence[Job], launcher: Launcher, algorithm: str = "auto") -> Plan | None:
@@ -29,7 +31,7 @@ def make_plan(jobs: Sequence[Job], launcher: Launcher, algorithm: str = "auto") 
     ----------
     jobs : sequence of Job
         One; or two or three of as many batch entries and rows each and of one dtype, which have a
-        plan only where one launch computes them all.
+        plan where one launch computes them all, or where none of them is for kernels for SM90.
     launcher : Launcher
     algorithm : str, optional
         Of `fa_cupy.core.linear_problem.ALGORITHMS`.
@@ -39,7 +41,20 @@ def make_plan(jobs: Sequence[Job], launcher: Launcher, algorithm: str = "auto") 
     choice = None
     if mapped or len(jobs) == 1:
         choice = choice_of([job.problem for job in jobs], launcher, algorithm, mapped)
-    return None if choice is None else plan_by(choice, traits, launcher, algorithm)
+    if choice is not None:
+        return plan_by(choice, traits, launcher, algorithm)
+    return _plan_apart(traits, launcher, algorithm) if len(jobs) > 1 else None
+
+
+def _plan_apart(jobs: Sequence[Traits], launcher: Launcher, algorithm: str) -> Plan | None:
+    """Return the plan of products in launches of their own; None where one is for SM90 or none."""
+    choices: list[Choice] = []
+    for own in jobs:
+        choice = choice_of([own.job.problem], launcher, algorithm, sm90_params.takes(own))
+        if choice is None or isinstance(choice.row, ProductSm90Variant):
+            return None
+        choices.append(choice)
+    return _unmapped(choices, jobs, _NAMES[len(jobs)], launcher)
 
 
 def choice_of(
@@ -61,7 +76,7 @@ def plan_by(
     choice: Choice, jobs: Sequence[Traits], launcher: Launcher, algorithm: str = "auto"
 ) -> Plan:
     """Return the plan of some products that are computed as `choice` says."""
-    names = [f"{i}.{name}" for i in range(len(jobs)) for name in ARRAYS]
+    names = _NAMES[len(jobs)]
     if not isinstance(choice.row, ProductSm90Variant):
         return _unmapped([choice] * len(jobs), jobs, names, launcher)
 
@@ -245,9 +260,8 @@ def _with_spans(
     spans = dict.fromkeys(
         sequence_spans.SPANS, sequence_spans.SPAN_BYTES * packing.offsets.sequences
     )
-    names = [f"{i}.{name}" for i in range(jobs) for name in ARRAYS]
     steps = [sequence_spans.spans_step(packing), *steps]
-    names += sequence_spans.OFFSETS
+    names = [*_NAMES[jobs], *sequence_spans.OFFSETS]
     return Plan(steps, names, launcher, workspace_of(spans | sizes), fallback)
 
 

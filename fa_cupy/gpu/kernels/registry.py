@@ -7,10 +7,12 @@ import itertools
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention import row_intervals
 from fa_cupy.gpu.kernels.attention.full_precision import split_kv
+from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
+from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.forward import FP64_VARIANTS, VARIANTS
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
@@ -35,11 +37,13 @@ PAIRS: tuple[PairVariant, ...] = (
 )  # fmt: skip
 #: Those of few queries.
 SPLITKV: tuple[fwd_splitkv.FwdSplitkv, ...] = fwd_splitkv.VARIANTS
+#: Those of gradients.
+GRADIENTS: tuple[BackwardVariant, ...] = (*attention_backward.VARIANTS, *selection.VARIANTS)
 # Of gradients those without a mask that compute scores, in one of the dtypes; a row for biases has
 # scores of its own.
 _GRADIENTS = [
     row
-    for row in attention_backward.VARIANTS
+    for row in GRADIENTS
     if row.dtype in ("bfloat16", "float32", "float64") and not row.sparse and row.score is None
     if row.for_score(SCORE_EXAMPLES[0]) != row
 ]
@@ -53,7 +57,7 @@ SCORED: tuple[Variant, ...] = tuple(
 _UNMASKED: tuple[Variant, ...] = tuple(
     row
     for dtype in ("bfloat16", "float32", "float64")
-    for row in (*VARIANTS, *FP64_VARIANTS, *attention_backward.VARIANTS)
+    for row in (*VARIANTS, *FP64_VARIANTS, *GRADIENTS)
     if row.dtype == dtype and not row.sparse
 )
 # The dim whose rows have a build for other scores too.
@@ -94,6 +98,6 @@ SPLIT: tuple[Variant, ...] = (
     *fwd_join_splits.VARIANTS,
 )
 ROWS: tuple[Variant, ...] = (
-    *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *attention_backward.VARIANTS,
+    *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *GRADIENTS,
     *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *SPLIT,
 )  # fmt: skip

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fa_cupy import Score
 from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.kernels.attention_backward import VARIANTS, select
-from fa_cupy.gpu.kernels.registry import SCORE_EXAMPLES
+from fa_cupy.gpu.kernels.attention_backward import select
+from fa_cupy.gpu.kernels.registry import GRADIENTS, SCORE_EXAMPLES
 from tests.kernels.test_compile import SLOW_NOTES
 from tests.support import packed_sequences
 from tests.support.every_run import drawn, examples, only
@@ -211,7 +211,7 @@ def test_the_schedule_does_not_show(dim):
 
 BUILDS = [
     (row.for_sequences(True), target)
-    for row in VARIANTS
+    for row in GRADIENTS
     if not row.sparse
     for target in sorted({*TARGETS} & {*row.targets})
 ]
@@ -238,7 +238,7 @@ def test_builds_keep_what_they_know_in_registers(name):
 @pytest.mark.parametrize("score", SCORE_EXAMPLES)
 def test_tiles_of_128_queries_have_no_registers_for_other_scores(score):
     (row,) = (
-        row for row in VARIANTS if row.name == "attention_bwd_sm90-float16-d64-128x128-w12-s2"
+        row for row in GRADIENTS if row.name == "attention_bwd_sm90-float16-d64-128x128-w12-s2"
     )
     assert row.for_sequences(True).tile_m == 128
     first, second = row.for_score(score).for_sequences(True), row.for_sequences(True)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from fa_cupy import reference
 from fa_cupy.gpu.driver.compile import ROOT
-from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
-from fa_cupy.gpu.kernels.registry import SPLITKV
+from fa_cupy.gpu.kernels.registry import GRADIENTS, SPLITKV
 from tests.support.every_run import examples, only, some
 from tests.support.kernel_attention import FORWARD_DTYPES, check, draw
 from tests.support.planted import plant
@@ -478,7 +477,7 @@ def test_seeds_are_drawn_from_all_families_or_one():
     assert Chosen().kinds() == [kind for family in kinds.values() for kind in family]
     launched = {row.name for rows, _ in Chosen().kinds() for row in rows}
     own = "dbias", "fp32", "fp64"  # own tests
-    rows = [row for row in attention_backward.VARIANTS if not any(x in row.entry for x in own)]
+    rows = [row for row in GRADIENTS if not any(x in row.entry for x in own)]
     assert launched == {row.name for row in (*VARIANTS, *SPLITKV, *PRODUCTS, *rows)}
     scans = {row.name for row in PRODUCTS if row.source == "linear/state_prefix_sum"}
     assert len(scans) == 2

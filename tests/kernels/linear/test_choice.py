@@ -199,7 +199,11 @@ def test_addresses_without_tensor_maps_go_to_kernels_that_need_none(dtype, count
     odd = [job(*draw(*[(3, 9000, 63)] * 3, dtype=dtype))]
     plan = products.make_plan(odd, launcher)
     assert [step.variant.source for step in plan.steps] == chain
-    assert products.make_plan(odd * 2, launcher) is None
+    both = products.make_plan(odd * 2, launcher)
+    assert [step.variant.source for step in both.steps] == chain * 2
+    assert both.workspace_bytes == plan.workspace_bytes
+    mixed = [*odd, job(*draw(*[(3, 9000, 64)] * 3, dtype=dtype))]  # one is for SM90
+    assert products.make_plan(mixed, launcher) is None
 
 
 @pytest.mark.parametrize("reverse", [False, True])

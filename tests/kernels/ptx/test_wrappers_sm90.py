@@ -67,10 +67,10 @@ def kernel(body, attributes=""):
     return f"{head}\n{lane}\n{body}\n}}\n"
 
 
-# Five forms: A and B in shared memory, both as rows of K, A as columns of it or both; A in
-# registers and B either way.
+# Forms: A and B in shared memory, both as rows of K, A as columns of it or both; A in registers and
+# B either way. Where they are strided, all blocks of eight rows lie together.
 WGMMA = """
-enum Form { kSs, kSsColumns, kSsBothColumns, kRs, kRsTransposed };
+enum Form { kSs, kSsColumns, kSsBothColumns, kSsStrided, kRs, kRsTransposed, kRsStrided };
 constexpr int kK = 128;
 
 // y is the image of shared memory: A (64, K) or A^T, then B.  x and z hold the registers of A and
@@ -104,6 +104,15 @@ static __device__ __forceinline__ void product(const Params& p) {
     if constexpr (kForm == kSs) {
       wgmma_m64k16_ss<kBf16, kN>(d, wgmma_descriptor(a_tile + s / 4 * 64 * 128 + s % 4 * 32, 0), b,
                                  add);
+    } else if constexpr (kForm == kSsStrided) {
+      constexpr int kStride = kK / 64 * 1024;
+      const int place = s / 4 * 1024 + s % 4 * 32;
+      wgmma_m64k16_ss<kBf16, kN>(d, wgmma_descriptor(a_tile + place, 0, kStride),
+                                 wgmma_descriptor(b_tile + place, 0, kStride), add);
+    } else if constexpr (kForm == kRsStrided) {
+      constexpr int kStride = (kN + 63) / 64 * 1024;
+      const uint64 rows = wgmma_at(wgmma_descriptor(b_tile, 1024, kStride), s * 2 * kStride);
+      wgmma_m64k16_rs<kBf16, kN>(d, a[s], rows, add);
     } else if constexpr (kForm == kSsColumns || kForm == kSsBothColumns) {
       constexpr Major kMajorB = kForm == kSsColumns ? kKMajor : kMnMajor;
       const uint64 columns = wgmma_at(wgmma_descriptor(a_tile, 0), s * 16 * 128);
@@ -135,6 +144,10 @@ ENTRY(kSsColumns, ss_columns, bfloat16, true)
 ENTRY(kSsColumns, ss_columns, float16, false)
 ENTRY(kSsBothColumns, ss_both_columns, bfloat16, true)
 ENTRY(kSsBothColumns, ss_both_columns, float16, false)
+ENTRY(kSsStrided, ss_strided, bfloat16, true)
+ENTRY(kSsStrided, ss_strided, float16, false)
+ENTRY(kRsStrided, rs_strided, bfloat16, true)
+ENTRY(kRsStrided, rs_strided, float16, false)
 ENTRY(kRs, rs, bfloat16, true)
 ENTRY(kRs, rs, float16, false)
 ENTRY(kRsTransposed, rs_transposed, bfloat16, true)
@@ -885,8 +898,11 @@ def multiply(run):
 
     def multiply(form, dtype, a, b, d):
         a, b = a.astype(dtype), b.astype(dtype)
-        stored = [a.T if "columns" in form else a, b if form in ("rs", "ss_both_columns") else b.T]
-        image = np.concatenate([swizzled(x).reshape(-1) for x in stored])
+        as_it_is = form in ("rs", "rs_strided", "ss_both_columns")
+        tiles = [swizzled(x) for x in (a.T if "columns" in form else a, b if as_it_is else b.T)]
+        if "strided" in form:
+            tiles = [x.reshape(len(x), -1, 1024).swapaxes(0, 1) for x in tiles]
+        image = np.concatenate([x.reshape(-1) for x in tiles])
         before = np.full((64, b.shape[1]), np.nan) if d is None else d
         return run(
             f"wgmma_{b.shape[1]}",
@@ -903,7 +919,9 @@ def multiply(run):
     return multiply
 
 
-FORMS = ["ss", "ss_columns", "ss_both_columns", "rs", "rs_transposed"]
+FORMS = [
+    "ss", "ss_columns", "ss_both_columns", "ss_strided", "rs", "rs_transposed", "rs_strided",
+]  # fmt: skip
 BY_FORM = pytest.mark.parametrize("form", FORMS)
 BY_TYPE = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 

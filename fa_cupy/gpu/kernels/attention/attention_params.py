@@ -202,12 +202,23 @@ class Traits:
             self.views["sinks"], self.item["sinks"] = problem.sinks, problem.sinks_dtype.itemsize
         if len(self.views) > len(_ROWS):
             self.sizes, self.strides = merge_axes(problem.batch, {**self.views, **self.key_views})
-        #: How they lie in memory, for the fields ``<name>_bytes`` and ``<name>_batch`` of a struct.
+        #: How they lie in memory, for the fields ``<name>_bytes`` and ``<name>_batch`` of a struct,
+        #: and where pages are, for those of their names.
         self.key_fields: dict[str, Any] = {}
         for name in self.key_views:
             item, steps = self.item[name], self.strides[name]
             own = [*[step // item for step in steps], *[0] * (MAX_BATCH_AXES - len(steps))]
             self.key_fields |= {f"{name}_bytes": item, f"{name}_batch": own}
+        if (pages := problem.pages) is not None:
+            item, size = problem.dtype.itemsize, pages.size
+            self.key_fields |= {
+                "page_size": size,
+                "page_shift": size.bit_length() - 1 if size & (size - 1) == 0 else -1,
+                "pages": pages.count,
+                "page_table_col": pages.table.strides[-1] // self.item["page_table"],
+                "k_page": pages.k_stride // item,
+                "v_page": pages.v_stride // item,
+            }
         self.score = score_mod_of(problem)
         score_arrays = {} if problem.score is None else score_pointers(problem)
         sinks = () if problem.sinks is None else ("sinks",)

@@ -32,7 +32,14 @@ class BwdDkdvSm80(BackwardSm80):
         tiles = 2 * self.dim * (2 * self.tile_n + (2 + self.stages) * self.tile_m)
         exchange = self.score_groups > 1 or self.sum_groups > 1
         weights = 4 * (self.tile_m * self.tile_n if exchange else 8)
-        return tiles + weights + 2 * 8 * self.tile_m + _WORK_BYTES
+        bias = 2 * self.tile_m * self.tile_n if self.stages_bias else 0
+        return tiles + weights + bias + 2 * 8 * self.tile_m + _WORK_BYTES
+
+    @property
+    def stages_bias(self) -> bool:
+        """Whether a bias of pairs comes by way of shared memory: ``kStageBias``."""
+        fits = self.dim <= 64 and not self.sparse
+        return fits and self.score is not None and self.score.has_16_bit_pairs
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

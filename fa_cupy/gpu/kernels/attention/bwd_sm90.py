@@ -62,7 +62,16 @@ class BwdSm90(BackwardSm90):
         barriers = 4 + 2 * rings + staging_barriers - staging
         notes = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
         end = self.end_of_offsets(notes)
-        return tiles + scores + staging * 4 * 64 * self.dq_tile_m + rows + -(-end // 16) * 16
+        stages_bias = self.score is not None and self.stages_bias
+        bias = 2 * self.tile_m * self.tile_n if stages_bias else 0
+        staged = staging * 4 * 64 * self.dq_tile_m
+        return tiles + scores + bias + staged + rows + -(-end // 16) * 16
+
+    @property
+    def stages_bias(self) -> bool:
+        """Whether a bias of pairs comes by way of shared memory: ``kStageBias``."""
+        fits = self.dim <= 64 and self.tile_m <= 64
+        return fits and not self.sparse and self.score is not None and self.score.has_16_bit_pairs
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

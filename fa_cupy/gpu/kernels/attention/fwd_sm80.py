@@ -35,7 +35,18 @@ class FwdSm80(Variant):
         """Dynamic shared memory: a Q tile and a ring of K and V tiles, and the block's work."""
         listed = _LISTED_BYTES + 16 * self.tile_m if self.sparse else 0  # with words of a block
         tiles = 2 * self.dim * (self.tile_m + 2 * self.stages * self.tile_n)
-        return tiles + _WORK_BYTES + listed
+        return (
+            tiles
+            + _WORK_BYTES
+            + listed
+            + (2 * self.tile_m * self.tile_n if self.stages_bias else 0)
+        )
+
+    @property
+    def stages_bias(self) -> bool:
+        """Whether a bias of pairs comes by way of shared memory: ``kStageBias``."""
+        fits = self.dim <= 64 and not self.sparse
+        return fits and self.score is not None and self.score.has_16_bit_pairs
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

@@ -25,7 +25,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     make_params,
     mask_addresses,
 )
-from fa_cupy.gpu.kernels.attention.splitkv.params import PARTIAL, fill_pages
+from fa_cupy.gpu.kernels.attention.splitkv.params import PARTIAL
 from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
@@ -38,6 +38,7 @@ from fa_cupy.gpu.kernels.tensor_maps import (
 )
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
 from fa_cupy.gpu.plan import MARK, Step
+from fa_cupy.keys.layout import Pages
 
 #: The arrays that have a tensor map, in the order of the struct.
 MAPPED = ("q", "k", "v", "out")
@@ -48,6 +49,7 @@ COUNTER_BYTES = 16
 _SPLIT_TILES, _LEAST_SPLIT_TILES = 4, 16
 _MOST_SPLITS = 128
 _MAX_PACKED = 64  # heads in a box of 64 rows
+_ANY_STEP = 16  # bytes along an axis of one entry
 _BOX = 64  # rows and columns of a box of Q or of the output: 128 bytes are a swizzled row
 # Batch entries of an L2 group, least and most. Causal, 512 to 4,096 tokens, head_dim 64 to 256:
 # fewer than 16 have too few tiles of each length (hd256 at 2,048 tokens: 629 TFLOP/s with 8, 662
@@ -144,22 +146,33 @@ class FwdSm90(Variant):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = row * (self.q_stages * 64 + 2 * self.stages * self.tile_n)
-        if self.score is not None and self.score.has_16_bit_pairs and not self.sparse:
-            tiles += 2 * self.tile_m * self.tile_n
+        tiles += self.bias_bytes * self.tile_m * self.tile_n
         has_operands = self.score is not None and self.score.has_operands
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
-        work += 16 if self.lengths or self.packed else 0
+        work += 16 if self.lengths else 0
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of an element of a bias that comes by way of shared memory; 0 of any other."""
+        score = self.score
+        if self.sparse or score is None or score.bias_axes != "pair":
+            return 0
+        if score.has_16_bit_pairs:
+            return 2
+        # At dim 192 there is no room for a tile.
+        return 4 if score.bias_dtype == "float32" and self.dim != 192 else 0
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
         return (
             *super().defines,
+            *((("FA_STAGE_BIAS", 1),) if self.bias_bytes else ()),
             ("FA_GROUPS", self.groups),
             ("FA_Q_STAGES", self.q_stages),
             ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
@@ -187,9 +200,10 @@ class FwdSm90(Variant):
         # 624 TFLOP/s at dim 128, 582 without; of a softcap 521 and 522, of a full bias 422 and 470.
         if self.q_registers and of_keys and not score.softcap and not self.sparse:
             change["exclusive"] = True
-        if score.has_16_bit_pairs and not self.sparse and self.dim > 128:
-            change["q_stages"] = 2  # a tile of the bias has the place of one
-        return dataclasses.replace(self, score=score, **change)
+        row = dataclasses.replace(self, score=score, **change)
+        if row.bias_bytes and (self.dim > 128 or (row.bias_bytes == 4 and self.dim > 64)):
+            row = dataclasses.replace(row, q_stages=2)  # a tile of the bias has the place of others
+        return row
 
     @property
     def rank(self) -> tuple[int, ...]:
@@ -295,16 +309,6 @@ def splits_of_keys(traits: Traits, variant: FwdSm90, multiprocessors: int) -> in
     return min(range(1, most + 1), key=cost)
 
 
-def _map_axes(traits: Traits, heads: int) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the batch axes of the maps, and the bytes along each for every mapped array."""
-    size, strides = list(traits.mapped_sizes), dict(traits.mapped_strides)
-    if heads > 1:  # their axis is none of the batch any more
-        size[-1] = 1
-        strides = {name: [*strides[name][:-1], 0] for name in MAPPED}
-    missing = MAP_AXES - len(size)
-    return [1] * missing + size, {name: [0] * missing + strides[name] for name in MAPPED}
-
-
 def boxes_of_pages(traits: Traits, variant: FwdSm90) -> tuple[int, int] | None:
     """Return how tensor maps walk keys and values in pages, None where they do not.
 
@@ -321,8 +325,11 @@ def boxes_of_pages(traits: Traits, variant: FwdSm90) -> tuple[int, int] | None:
     keys = math.gcd(pages.size, variant.tile_n)  # 16 or more, as pages are multiples of that
     between = pages.k_stride, pages.v_stride
     walked = pages.count == 1 or all(0 < n < MAX_STEP and not n % 16 for n in between)
-    _, strides = _map_axes(traits, packed_heads(traits, variant.tile_m))
-    axes = [i for i in range(MAP_AXES) if not strides["k"][i] and not strides["v"][i]]
+    strides = traits.mapped_strides
+    missing = MAP_AXES - len(strides["k"])  # these come first, and nothing walks along them
+    axes = [i for i, n in enumerate(zip(strides["k"], strides["v"], strict=True)) if not any(n)]
+    if missing:
+        axes = [0]
     return (axes[0], keys) if walked and axes else None
 
 
@@ -342,8 +349,14 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
         ``partial_stats`` of the workspace in place of the output.
     """
     problem, heads = traits.problem, packed_heads(traits, variant.tile_m)
-    size, strides = _map_axes(traits, heads)
-    head_strides = {name: traits.mapped_strides[name][-1] if heads > 1 else 0 for name in MAPPED}
+    size, strides = list(traits.mapped_sizes), dict(traits.mapped_strides)
+    head_strides = {name: strides[name][-1] if heads > 1 else 0 for name in MAPPED}
+    if heads > 1:  # their axis is none of the batch any more
+        size[-1] = 1
+        strides = {name: [*strides[name][:-1], 0] for name in MAPPED}
+    missing = MAP_AXES - len(size)
+    size = [1] * missing + size
+    strides = {name: [0] * missing + strides[name] for name in MAPPED}
     tiles = splits * -(-problem.q_len * heads // variant.tile_m)
 
     params = np.zeros(1, FWD_SM90_PARAMS)
@@ -357,14 +370,18 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
     for field, value in traits.key_fields.items():
         p[field] = value
     p["band_from_end"] = problem.band_from_end
-    if problem.pages is not None:
-        fill_pages(p, traits)
-        p["page_axis"], p["page_box"] = boxes_of_pages(traits, variant) or (0, 0)
     p["splits"], p["rows"] = splits, math.prod(problem.batch) * problem.q_len
     maps = {
         f"{name}_map": (name, _geometry(traits, variant, name, heads, size, strides, head_strides))
         for name in MAPPED
     }
+    boxes = None if problem.pages is None else boxes_of_pages(traits, variant)
+    if problem.pages is not None and boxes is not None:
+        p["page_axis"], p["page_box"] = boxes
+        between = problem.pages.k_stride, problem.pages.v_stride
+        for name, step in zip("kv", between, strict=True):
+            geometry = _of_pages(maps[f"{name}_map"][1], *boxes, problem.pages, step)
+            maps[f"{name}_map"] = name, geometry
     entries = math.prod(size)
     most = max(1, attention_params.MAX_GRID // tiles)
     group = _entries_per_l2_group(problem, size, strides)
@@ -406,12 +423,6 @@ def _geometry(
     shape = [n if step else 1 for n, step in zip(size, own, strict=True)]
     walked = [*own, view.strides[-2]]
     box = [1, 1, 1, variant.tile_n if name in "kv" else _BOX]
-    pages, boxes = traits.problem.pages, boxes_of_pages(traits, variant)
-    if pages is not None and boxes is not None and name in "kv":
-        axis, box[-1] = boxes
-        shape[axis] = pages.count
-        walked[axis] = pages.k_stride if name == "k" else pages.v_stride
-        rows = pages.size
     if heads > 1 and name not in "kv":
         shape = [*shape[:-1], rows, heads]
         walked = [*own[:2], view.strides[-2], head_strides[name]]
@@ -419,9 +430,18 @@ def _geometry(
     else:
         shape.append(rows)
     # Along an axis of one entry the stride is any number; the driver wants one that it knows.
-    walked = [step if n > 1 else 16 for n, step in zip(shape, walked, strict=True)]
+    walked = [step if n > 1 else _ANY_STEP for n, step in zip(shape, walked, strict=True)]
     item = traits.problem.dtype.itemsize
     return Geometry((*shape, cols), (*walked, item), (*box, _BOX))
+
+
+def _of_pages(geometry: Geometry, axis: int, keys: int, pages: Pages, step: int) -> Geometry:
+    """Return a map's geometry with pages along a batch axis and boxes of so many keys."""
+    shape, strides, box = map(list, geometry)
+    shape[axis], shape[-2] = pages.count, pages.size
+    strides[axis] = step if pages.count > 1 else _ANY_STEP
+    box[-2] = keys
+    return Geometry(tuple(shape), tuple(strides), tuple(box))
 
 
 def _entries_per_l2_group(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> int:

@@ -34,7 +34,6 @@ ROW_INTERVALS_PARAMS = np.dtype(
     + [("blocks", np.int32, (4,))],
     align=True,
 )
-_SHARED_OFFSETS = 1024  # of each axis
 # What the threads of each part of the grid write: those of tiles, which take longest, come first.
 _PARTS = ("key_tiles", "order"), ("query_tiles",), ("keys_of_row",), ("rows_of_key",)
 
@@ -50,8 +49,8 @@ class RowIntervals(Variant):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: a number for each warp and each thread, and some offsets."""
-        return 4 * self.warps + 4 * self.threads + 2 * 4 * _SHARED_OFFSETS
+        """Dynamic shared memory: a number for each warp, and one for each thread."""
+        return 4 * self.warps + 4 * self.threads
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -59,7 +58,6 @@ class RowIntervals(Variant):
         return (
             *super().defines,
             ("FA_THREADS", self.threads),
-            ("FA_SHARED_OFFSETS", _SHARED_OFFSETS),
             ("FA_ROW_INTERVALS_PARAMS_BYTES", ROW_INTERVALS_PARAMS.itemsize),
         )
 

@@ -58,18 +58,19 @@ class DbiasRows(BackwardRows):
         """What the kernel is passed."""
         raise NotImplementedError
 
-    def steps(self, traits: Traits, launches: Launches) -> tuple[Step, ...]:
-        """Return the launch, and one that adds up what blocks have found that share a tile."""
-        of_rows = self.step(traits, launches)
-        params = of_rows.params
-        outputs, splits, numbers = fill_splits(params[0], traits, launches, self)
+    def step(self, traits: Traits, launches: Launches) -> Step:
+        """Return the launch: a block for each tile of the gradient, or for each split of one."""
+        of_rows = super().step(traits, launches)
+        outputs, splits, numbers = fill_splits(of_rows.params[0], traits, launches, self)
         addresses = {**of_rows.addresses, "dbias": "dbias"}
-        if splits == 1:
-            return (of_rows._replace(grid=outputs, addresses=addresses),)
-        item = traits.problem.dtype.itemsize
-        launches.scratch["partial_sums"] = item * outputs * splits * numbers * self.threads
-        addresses["partial_sums"] = "partial_sums"
-        joining = params.copy()
-        joining["splits"], joining["joined"] = 1, splits
-        first = of_rows._replace(grid=outputs * splits, addresses=addresses)
-        return first, first._replace(grid=outputs, params=joining)
+        if splits > 1:
+            item = traits.problem.dtype.itemsize
+            launches.scratch["partial_sums"] = item * outputs * splits * numbers * self.threads
+            addresses["partial_sums"] = "partial_sums"
+        return of_rows._replace(grid=outputs * splits, addresses=addresses)
+
+    def joining(self, step: Step) -> list[Step]:
+        """Return the launch that adds up what blocks have found that share a tile, if any do."""
+        params, splits = step.params.copy(), int(step.params[0]["splits"])
+        params["splits"], params["joined"] = 1, splits
+        return [step._replace(grid=step.grid // splits, params=params)] if splits > 1 else []

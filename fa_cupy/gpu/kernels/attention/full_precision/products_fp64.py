@@ -19,7 +19,14 @@ DTYPE = "float64"
 #   causal                                 21 and 18
 #   gradients        20 and 13  21 and 22  12 and 29
 #   gradients causal 19 and 10  20 and 16  12 and 21
-_KERNEL_DIM = 128
+#
+# With the gradient of a bias, 2 sequences of 4,096 tokens:
+#
+#   a bias of pairs  9.5 and 10.7   10.3 and 17.9
+#   causal           9.2 and 8.4    9.8 and 13.5
+#   a bias of keys   9.6 and 8.6    10.8 and 14.2
+#   causal           9.7 and 6.6    10.2 and 11.1
+_KERNEL_DIM, _KERNEL_DIM_OF_BIAS = 128, 64
 _MEASURED_TARGET = "sm_90a"
 # The rest is reckoned from these numbers, not measured. Tiles cost some tenths of a millisecond of
 # launches, whatever their size, which so many operations gain: of the output, of gradients.
@@ -30,8 +37,9 @@ _LEAST_WINDOW = 4096
 
 
 def prefers_cublas(
-    target: str | None, pairs: int, head_dim: int, v_dim: int, gradients: bool = False
-) -> bool:
+    target: str | None, pairs: int, head_dim: int, v_dim: int, gradients: bool = False,
+    of_bias: bool = False,
+) -> bool:  # fmt: skip
     """Whether tiles by cuBLAS are faster than kernels, for a call of float64 without options.
 
     Parameters
@@ -40,15 +48,17 @@ def prefers_cublas(
     pairs : int
         Of a query and a key, in all batch entries.
     head_dim, v_dim : int
-    gradients : bool, optional
-        Whether these are computed.
+    gradients, of_bias : bool, optional
+        Whether these are computed, and that of a bias.
     """
     flop = pairs * (6 * head_dim + 4 * v_dim if gradients else 2 * (head_dim + v_dim))
-    wide = max(head_dim, v_dim) > _KERNEL_DIM
+    wide = max(head_dim, v_dim) > (_KERNEL_DIM_OF_BIAS if of_bias else _KERNEL_DIM)
     return target == _MEASURED_TARGET and wide and flop >= _LEAST_FLOP[gradients]
 
 
-def leaves_to_cublas(problem: Problem, target: str | None, gradients: bool = False) -> bool:
+def leaves_to_cublas(
+    problem: Problem, target: str | None, gradients: bool = False, of_bias: bool = False
+) -> bool:
     """Whether a problem that kernels serve is left to tiles by cuBLAS, which are faster.
 
     Kernels keep what tiles compute in vain, or not at all: what masks hide, narrow windows, packed
@@ -64,7 +74,7 @@ def leaves_to_cublas(problem: Problem, target: str | None, gradients: bool = Fal
     if not gradients and (problem.softcap or {problem.bias, lower, upper} != {None}):
         return False
     pairs = math.prod(problem.batch) * problem.q_len * problem.k_len
-    return prefers_cublas(target, pairs, problem.head_dim, problem.v_dim, gradients)
+    return prefers_cublas(target, pairs, problem.head_dim, problem.v_dim, gradients, of_bias)
 
 
 @dataclass(frozen=True, kw_only=True)

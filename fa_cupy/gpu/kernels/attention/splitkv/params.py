@@ -50,11 +50,6 @@ def supports(problem: Problem) -> bool:
     return few and problem.mask is None and problem.k_len > 0
 
 
-def reads_key_arrays(problem: Problem) -> bool:
-    """Whether lengths of keys or pages are given, which lie in device memory."""
-    return problem.k_lengths is not None or problem.pages is not None
-
-
 def heads_of_tile(traits: Traits) -> int:
     """Return how many entries of the last batch axis share keys, and are rows of one tile.
 
@@ -108,17 +103,6 @@ def partial_sizes(dim: int, rows: int) -> dict[str, int]:
     return dict(zip(PARTIAL, (4 * dim * rows, 8 * rows), strict=True))
 
 
-def fill_pages(p: np.void, traits: Traits) -> None:
-    """Write where the pages of a problem are to the fields of a struct."""
-    pages, item = traits.problem.pages, traits.problem.dtype.itemsize
-    assert pages is not None
-    size = pages.size
-    p["page_size"], p["pages"] = size, pages.count
-    p["page_table_col"] = pages.table.strides[-1] // traits.item["page_table"]
-    p["page_shift"] = size.bit_length() - 1 if size & (size - 1) == 0 else -1
-    p["k_page"], p["v_page"] = pages.k_stride // item, pages.v_stride // item
-
-
 def make_splitkv_params(
     traits: Traits, tile_m: int, tile_n: int, slots: int
 ) -> np.ndarray[Any, Any]:
@@ -138,11 +122,10 @@ def make_splitkv_params(
     p = params[0]
     common, aligned = make_params(traits, tile_m)[0], bool(traits.aligned())
     p["common"] = common[0]
+    p["page_size"], p["pages"] = 1, 1
     for field, value in traits.key_fields.items():
         p[field] = value
-    p["page_size"], p["pages"] = 1, 1
     if problem.pages is not None:
-        fill_pages(p, traits)
         aligned = aligned and not (problem.pages.k_stride | problem.pages.v_stride) & 15
     p["aligned"] = aligned
     p["heads"], p["band_from_end"] = heads, problem.band_from_end
