@@ -96,8 +96,8 @@ FA_DEVICE void multiply_arrays(const SharedStorage& shared, int stage, int i, in
           uint32 a[4], a_low[4];
           ldmatrix_x4(a, OwnTile::at(own_address, 16 * m, step));
           ldmatrix_x4(a_low, OwnTile::at(own_address, 16 * m, step) + kOwnLow);
-          // Low parts of keys come first in both kernels, which are to find the same bits: a unit in
-          // the last place of a large score would make weights of 1 any others.
+          // Low parts of keys come first in both kernels, which are to find the same bits: a unit
+          // in the last place of a large score would make weights of 1 any others.
           multiply_pairs<kOwnKeys>(sums[m], a, a_low, b, b_low, kScoresAtOnce);
         }
       }
