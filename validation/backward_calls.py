@@ -145,9 +145,10 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
 def by_mma() -> Iterator[None]:
     """While entered, gradients of float32 get no kernel of ``wgmma``."""
     from fa_cupy.gpu.kernels import attention_backward
+    from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
 
     attention_backward.select.cache_clear()
-    with mock.patch.object(attention_backward, "MMA_DIM", 1 << 30):
+    with mock.patch.object(selection, "MMA_DIM", 1 << 30):
         yield
     attention_backward.select.cache_clear()
 

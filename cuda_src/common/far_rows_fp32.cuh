@@ -5,10 +5,10 @@
 
 // From this log-sum-exp on, rows are far.  Below, its rounding changes weights by 2^-20 at most.
 constexpr float kFarFp32 = 32.0f;
-// An LSE that is larger than that of a row's own scores by more than this part of itself, or of the
+// An LSE that is larger than that of a row's own scores by more than a part of itself, or of the
 // largest product that there might be, is one of more keys: results over parts of the keys were
-// merged.
-constexpr float kLseToleranceFp32 = 1.0f / (1 << 19);
+// merged.  Less is rounding: of an LSE by two units in the last place, of what its products lose.
+constexpr float kLseToleranceFp32 = 1.0f / (1 << 21), kProductToleranceFp32 = 1.0f / (1 << 22);
 // The largest score of a row that has seen no key: finite, so that no difference of two is NaN.
 constexpr float kNoMaxFp32 = -kLargest;
 
@@ -54,12 +54,13 @@ FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, i
   if (!(statistics.row_sum > 0.0f)) return;
   const float lse = shared.own_rows[kShift][r];
   const float own_lse = statistics.row_max + logf(statistics.row_sum);
-  float size = fabsf(lse);
+  float rounding = kLseToleranceFp32 * fabsf(lse);
   if constexpr (!kSoftcap && !kExpression) {  // scores are products, whose terms may cancel
     const float factor = shared.own_rows[kQFactor][r] * largest_key * 32768.0f;
-    size = fmaxf(size, factor * factor * fabsf(params.common.scale));
+    const float product = factor * factor * fabsf(params.common.scale);
+    rounding = fmaxf(rounding, kProductToleranceFp32 * product);
   }
-  const bool covers_more_keys = lse - own_lse > kLseToleranceFp32 * size;
+  const bool covers_more_keys = lse - own_lse > rounding;
   const float factor =
       covers_more_keys ? exp_of_difference(statistics.row_max, lse) : 1.0f / statistics.row_sum;
   shared.own_rows[kShift][r] = statistics.row_max;

@@ -463,10 +463,10 @@ BUGS = {
         "dq", "multiply_pairs<kOwnKeys>(", "multiply_pairs(",
     ),
     "an LSE that is rounded is taken for one of more keys": (
-        "dq", "kLseToleranceFp32 * size", "kLseToleranceFp32 * fabsf(lse)",
+        "dq", "rounding = fmaxf(rounding, kProductToleranceFp32 * product);", "",
     ),
     "an LSE of more keys is not used": (
-        "dq", "covers_more_keys = lse - own_lse > kLseToleranceFp32 * size;",
+        "dq", "covers_more_keys = lse - own_lse > rounding;",
         "covers_more_keys = false;",
     ),
     "the gradient of the LSE is added": (
