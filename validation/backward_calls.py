@@ -102,13 +102,14 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     from fa_cupy.core import plan_cache
     from fa_cupy.gpu.kernels import attention_backward
     from fa_cupy.gpu.kernels.backward import Wanted
+    from fa_cupy.gpu.kernels.registry import GRADIENTS
 
     calls = 0
     select = attention_backward.select
     # One of each call.
     of_rows = "bwd_dkdv_fp32_sm90", "bwd_dkdv_fp32", "bwd_dkdv_fp64"
     kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", *of_rows)
-    mains = [row for row in attention_backward.VARIANTS if row.kernel in kernels]
+    mains = [row for row in GRADIENTS if row.kernel in kernels]
     for row in mains[share::shares]:
         if target not in row.targets:
             print(f"{row.name}: not for {target}")
