@@ -23,7 +23,8 @@ NEEDS_GXX = $(if $(shell command -v g++),g++ is there: kernels run on the CPU,\
   There is no g++: tests that run kernels on the CPU are skipped)
 KERNELS := $(wildcard cuda_src/*/*.cu cuda_src/*/*.cuh ptx/*.cuh validation/emulator/*.?pp \
   validation/emulator/ptx/*.cuh)
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# Python compiles what it imports, when it does: pip would compile all of SciPy in one process, 9 s.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 
 # Stamps carry the folder's checksum: an editable install is bound to the folder that it was made in.
 ifeq ($(PY),$(VENV)/bin/python)
