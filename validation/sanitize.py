@@ -48,6 +48,7 @@ PARTS: dict[str, Callable[[str], int]] = {
     for name, (run, shares) in _SHARES.items()
     for i in range(shares)
 }
+_ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
@@ -84,7 +85,8 @@ def read_log(text: str, seconds: float) -> dict[str, Any]:
     if made is None:  # it stopped early: no clean bill, whatever the summary counts
         errors = max(1, errors)
         said = [line for line in text.splitlines() if line.startswith("=====")]
-        findings.append("the calls did not end: " + "\n".join([*said[:20], text[-600:]]))
+        end = text.replace(str(_ROOT), ".")[-600:]  # a result names no folder of a machine
+        findings.append("the calls did not end: " + "\n".join([*said[:20], end]))
     calls = int(made.group(1)) if made else 0
     return {
         "ran": True,
@@ -129,12 +131,11 @@ def run_tool(program: str, tool: str, part: str, limit: float) -> dict[str, Any]
         # copied to the host.
         command += ["--check-api-memory-access", "no"]
     command += [sys.executable, "-m", "validation", "sanitize", "--child", "--parts", part]
-    root = Path(__file__).parents[1]
     start = time.perf_counter()
     # a group of its own, because the tool's child would outlive it and hold the pipe
     process = subprocess.Popen(
         command,
-        cwd=root,
+        cwd=_ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -787,7 +787,7 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   }
   round_weights<kBf16>(s_tile, p_tile);
   if constexpr (kReadBiasLate) {
-    // All lanes have read the stage, or nobody has, and copies to it may still be under way.
+    // Either all lanes have read the stage, or none has: then copies to it may still be under way.
     wait_for_staged_bias<0>();
     stage_next_bias(c, at, own);
   }

@@ -91,7 +91,7 @@ FA_DEVICE void join_and_write(const Params& params, const DbiasTile& own, Real (
   write(x);
 }
 
-// Writes the tile, from the sums that warps hold; `sums` is shared memory that nobody reads.
+// Writes the tile, from the sums that warps hold.  `sums` is free shared memory.
 template <typename Warps, typename Params, typename Real, int kMmaM, int kMmaN>
 FA_DEVICE void write_tile(const Params& params, const DbiasTile& own, Real* sums,
                           Real (&x)[kMmaM][kMmaN][4]) {

@@ -62,8 +62,8 @@ FA_DEVICE void find_own_tile(const Params& params, DbiasTile& own) {
   own.end = min(steps, own.begin + share);
 }
 
-// Finds the first step from this one on that has a pair which is not hidden by the band, and whose
-// block a mask does not hide; the end if there is none.
+// Finds the first step from this one on that neither the band nor a block of the mask hides whole.
+// Without such a step, the one it returns is the end.
 template <int kTileM, int kTileN, bool kSparse, typename Params>
 FA_DEVICE void find_step(const Params& params, const DbiasTile& own, int64 index, PairStep& step) {
   const AttentionParams& p = params.common;
