@@ -48,9 +48,7 @@ FA_DEVICE float pair_term(const DbiasParams& params, uint32 entry, int query, in
   }
   const KnownRow row = known_row(params, entry, query);
   const BatchOffsets at = operand_offsets(params, entry);
-  if (row.shift == FA_INFINITY || load_bias<double>(p, at.bias, query, key) == -FA_INFINITY) {
-    return 0.0f;
-  }
+  if (row.shift == FA_INFINITY) return 0.0f;
   const auto product = [&](const auto& of_query, const auto& of_key, int cols) {
     return dot(row_start(params, of_query, entry, query), row_start(params, of_key, entry, key),
                cols);
