@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -85,6 +85,50 @@ def error(
     )
 
 
+class Part(NamedTuple):
+    """The calls that are to reach a row, and what has the row chosen for them."""
+
+    row: Any
+    reached: frozenset[Any]  # this row and those that are launched with it
+    problems: list[tuple[dict[str, Any], dict[str, Any]]]
+    forced: Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def parts(target: str) -> list[Part]:
+    """Return the calls of each row that some call can reach on this target."""
+    from fa_cupy.gpu.kernels import attention_backward
+    from fa_cupy.gpu.kernels.backward import Wanted
+    from fa_cupy.gpu.kernels.registry import GRADIENTS
+
+    # One of each call.
+    of_rows = "bwd_dkdv_fp32_sm90", "bwd_dkdv_fp32", "bwd_dkdv_fp64"
+    kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", *of_rows)
+    found = []
+    for row in GRADIENTS:
+        if row.kernel not in kernels:
+            continue
+        if target not in row.targets:
+            print(f"{row.name}: not for {target}")
+            continue
+        problem_set = (masked_problems if row.sparse else problems)(row.dim)
+        forced: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if row.kernel == "bwd_dkdv_sm80":  # which is to take what others would
+            forced = by_no_maps
+        elif row.kernel == "bwd_dkdv_fp32":
+            forced = by_mma
+        if row.kernel in ("bwd_dkdv_sm80", *of_rows):
+            problem_set = sm80_problems(row.dim, row.sparse)
+        with forced():
+            rows = frozenset(
+                attention_backward.select(Wanted(row.dtype, row.dim, row.sparse), target)
+            )
+        if row not in rows:
+            print(f"{row.name}: others are chosen for {target}")
+            continue
+        found.append(Part(row, rows, [*problem_set], forced))
+    return found
+
+
 def run(target: str, share: int = 0, shares: int = 1) -> int:
     """Make every call once and look at each result; return how many there were.
 
@@ -92,7 +136,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     ----------
     target : str
     share, shares : int
-        One of so many shares of the rows, and how many there are.
+        One of so many shares of the `parts`, and how many there are.
 
     Raises
     ------
@@ -100,46 +144,32 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         Where a result is wrong, or no call reached a row.
     """
     from fa_cupy.core import plan_cache
-    from fa_cupy.gpu.kernels import attention_backward
-    from fa_cupy.gpu.kernels.backward import Wanted
-    from fa_cupy.gpu.kernels.registry import GRADIENTS
 
     calls = 0
-    select = attention_backward.select
-    # One of each call.
-    of_rows = "bwd_dkdv_fp32_sm90", "bwd_dkdv_fp32", "bwd_dkdv_fp64"
-    kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", *of_rows)
-    mains = [row for row in GRADIENTS if row.kernel in kernels]
-    for row in mains[share::shares]:
-        if target not in row.targets:
-            print(f"{row.name}: not for {target}")
-            continue
-        wanted = Wanted(row.dtype, row.dim, row.sparse)
-        problem_set = (masked_problems if row.sparse else problems)(row.dim)
-        patches: list[Any] = [by_mma()] if row.kernel == "bwd_dkdv_fp32" else []
-        if row.kernel == "bwd_dkdv_sm80":  # which is to take what others would
-            problem_set = sm80_problems(row.dim, row.sparse)
-            wanted = wanted._replace(mapped=False)
-            patches.append(mock.patch.object(attention_backward, "select", unmapped(select)))
-        elif row.kernel in of_rows:
-            problem_set = sm80_problems(row.dim, row.sparse)
-        with by_mma() if row.kernel == "bwd_dkdv_fp32" else contextlib.nullcontext():
-            rows = select(wanted, target)
-        if row not in rows:
-            print(f"{row.name}: others are chosen for {target}")
-            continue
+    for part in parts(target)[share::shares]:
         plan_cache.plans.clear()  # what is kept would not be loaded again
-        with contextlib.ExitStack() as stack:
-            reached = stack.enter_context(attention_calls.loaded_rows())
-            for patch in patches:
-                stack.enter_context(patch)
-            for shape, options in problem_set:
-                _call(row, shape, options)
+        with attention_calls.loaded_rows() as reached, part.forced():
+            for shape, options in part.problems:
+                _call(part.row, shape, options)
                 calls += 1
-        if missed := {*rows} - reached:
+        if missed := part.reached - reached:
             raise RuntimeError(f"no call reached {', '.join(x.name for x in missed)}")
     plan_cache.plans.clear()  # of those that took what others would
     return calls
+
+
+@contextlib.contextmanager
+def by_no_maps() -> Iterator[None]:
+    """While entered, gradients are computed as if no tensor map could walk an array."""
+    from fa_cupy.gpu.kernels import attention_backward
+
+    select = attention_backward.select
+
+    def unmapped(wanted: Any, target: str) -> Any:
+        return select(wanted._replace(mapped=False), target)
+
+    with mock.patch.object(attention_backward, "select", unmapped):
+        yield
 
 
 @contextlib.contextmanager
@@ -152,11 +182,6 @@ def by_mma() -> Iterator[None]:
     with mock.patch.object(selection, "MMA_DIM", 1 << 30):
         yield
     attention_backward.select.cache_clear()
-
-
-def unmapped(select: Any) -> Any:
-    """Return `select` as if no tensor map could walk an array."""
-    return lambda wanted, target: select(wanted._replace(mapped=False), target)
 
 
 def _call(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def is_right(
 def forced(kernels: str) -> Iterator[None]:
     """While entered, attention and its gradients get the kernels of this kind if they can."""
     from fa_cupy.core import plan_cache
-    from fa_cupy.gpu.kernels import attention_backward, forward
+    from fa_cupy.gpu.kernels import forward
     from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 
     plan_cache.plans.clear()  # what is kept would not be loaded again
@@ -124,8 +124,7 @@ def forced(kernels: str) -> Iterator[None]:
         if kernels == "sm80":
             rows = tuple(row for row in forward.ROWS if isinstance(row, FwdSm80))
             stack.enter_context(mock.patch.object(forward, "ROWS", rows))
-            select = backward_calls.unmapped(attention_backward.select)
-            stack.enter_context(mock.patch.object(attention_backward, "select", select))
+            stack.enter_context(backward_calls.by_no_maps())
         stack.enter_context(attention_calls.split_keys(kernels in _SPLIT))
         stack.enter_context(_gradients_of(kernels))
         yield

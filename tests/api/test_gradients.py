@@ -78,10 +78,12 @@ def test_finite_differences(function, options, shapes):
 
 
 @pytest.mark.parametrize(**by_dtype())
-@by_dtype_examples()
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
+@by_dtype_examples(kinds=4)
 @given(data=st.data(), dlse=st.booleans())
-def test_any_call_agrees_with_the_reference(xp, dtype, data, dlse):
-    case = data.draw(cases([dtype]))
+def test_any_call_agrees_with_the_reference(xp, dtype, biased, masked, data, dlse):
+    case = data.draw(cases([dtype], biased=biased, masked=masked))
     assume(plain_options(case))
     shapes = [a if a is None else (a.shape, a.dtype.name) for a in case.arrays]
     note(f"{shapes} {case.options} {case.layouts}")

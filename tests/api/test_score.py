@@ -118,7 +118,7 @@ def test_a_score_that_is_a_bias_is_that_bias():
 
 
 @st.composite
-def calls(draw, dtype):
+def calls(draw, dtype, masked):
     """An expression, arrays, and options that change what it is applied to."""
     text = draw(expressions.expressions())
     sizes = expressions.SIZES
@@ -134,8 +134,8 @@ def calls(draw, dtype):
     if draw(st.booleans()):
         options |= {"window": (3, 2), "causal_align": "top_left"}
     bias = normal(rng, (sizes["i"], 1), dtype) if draw(st.booleans()) else None
-    mask = rng.random((sizes["i"], sizes["j"])) < 0.7 if draw(st.booleans()) else None
-    if mask is not None and draw(st.booleans()):
+    mask = rng.random((sizes["i"], sizes["j"])) < 0.7 if masked else None
+    if masked == "blocks":
         mask = BitMask.from_dense(mask)
     return text, arrays, bias, mask, options
 
@@ -150,11 +150,12 @@ def compare(got, want, dtype, text):
 
 
 @pytest.mark.parametrize(**by_dtype(*DTYPES[2:]))
-@by_dtype_examples()
+@pytest.mark.parametrize("masked", [None, "array", "blocks"])
+@by_dtype_examples(kinds=3)
 @given(data=st.data())
-def test_drawn_expressions_agree_with_the_reference(run, dtype, data):
+def test_drawn_expressions_agree_with_the_reference(run, dtype, masked, data):
     attention, attention_backward = run
-    text, (q, k, v, dout), bias, mask, options = data.draw(calls(dtype))
+    text, (q, k, v, dout), bias, mask, options = data.draw(calls(dtype, masked))
     score = Score(text, **expressions.arguments_of(text))
     with np.errstate(all="ignore"):
         want, want_lse = reference.attention(q, k, v, bias, mask, score=score, **options)

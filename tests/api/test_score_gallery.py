@@ -6,7 +6,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, attention, attention_backward, reference
-from tests.support.every_run import examples, some
+from tests.support.every_run import by_dtype_examples, examples, some
 from tests.support.score_gallery import GALLERY
 from tests.support.strategies import DTYPES, UNIT, lay, normal, to_numpy
 
@@ -209,8 +209,11 @@ def test_a_score_is_told_from_others(xp, dtype):
     near(np.frombuffer(want[5], dtype), np.frombuffer(want[6], dtype).astype(float), dtype, 4)
 
 
+_MASKS = [None, "array", "blocks"]
+
+
 @st.composite
-def calls(draw, dtypes, names):
+def calls(draw, dtypes, names, masks=_MASKS):
     """Shapes, options and layouts of any call, for one head_dim: each other is a build more."""
     dtype, name = draw(st.sampled_from(dtypes)), draw(st.sampled_from(names))
     lengths = st.integers(1, 300) | st.sampled_from([1, 64, 127, 128, 129, 256])
@@ -228,9 +231,9 @@ def calls(draw, dtypes, names):
         options["causal_align"] = draw(st.sampled_from(["top_left", "bottom_right"]))
     if draw(st.booleans()):
         options["sinks"] = normal(rng, (heads, 1), SINGLE)
-    if draw(st.booleans()):
+    if masked := draw(st.sampled_from(masks)):
         mask = rng.random((q_len, k_len)) < draw(st.sampled_from([0.1, 0.9]))
-        options["mask"] = BitMask.from_dense(mask) if draw(st.booleans()) else mask
+        options["mask"] = BitMask.from_dense(mask) if masked == "blocks" else mask
     layout = draw(st.sampled_from(["dense", "blhd", "rows", "upward"]))
     order = draw(st.sampled_from("CA"))
     return arrays, name, layout, order, options
@@ -245,8 +248,11 @@ def test_any_call_of_16_bits(xp, call):
     check(xp, arrays, GALLERY[name], order=order, layout=layout, **options)
 
 
-@given(call=calls((SINGLE, DOUBLE), sorted(GALLERY)))
-def test_any_call(xp, call):
-    arrays, name, layout, order, options = call
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE], ids=str)
+@pytest.mark.parametrize("masked", _MASKS)
+@by_dtype_examples()
+@given(data=st.data())
+def test_any_call(xp, dtype, masked, data):
+    arrays, name, layout, order, options = data.draw(calls([dtype], sorted(GALLERY), [masked]))
     note(f"{name} {[x.shape for x in arrays]} {layout} {order} {sorted(options)}")
     check(xp, arrays, GALLERY[name], order=order, layout=layout, **options)

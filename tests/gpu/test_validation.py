@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from fa_cupy.gpu.driver import devices
+from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from validation import (
     backward_calls,
@@ -80,27 +81,52 @@ def test_bench_of_products_on_the_gpu(dtype, tmp_path, monkeypatch):
     assert all(row["value"] > 0 for row in rows)
 
 
-def test_the_reduced_set_of_gradients_reaches_every_row():
+def by_share(shares):
+    """Arguments for `pytest.mark.parametrize` over shares of a reduced set.
+
+    Kernels that are not yet compiled take a set minutes, which the processes of a run share out.
+    Numbers of shares have no factor with the dtypes of the rows, of which each takes some.
+    """
+    return {
+        "argnames": ("share", "shares"),
+        "argvalues": [(share, shares) for share in range(shares)],
+        "ids": [f"{share + 1} of {shares}" for share in range(shares)],
+    }
+
+
+@pytest.mark.parametrize(**by_share(13))
+def test_the_reduced_set_of_gradients_reaches_every_row(share, shares):
     if devices.current_target() != "sm_90a":
         pytest.skip("the kernels run on sm_90a")
-    assert backward_calls.run("sm_90a") == 438
+    counts = [len(part.problems) for part in backward_calls.parts("sm_90a")]
+    assert sum(counts) == 438
+    assert backward_calls.run("sm_90a", share, shares) == sum(counts[share::shares])
 
 
-def test_the_reduced_set_of_pairs_reaches_every_row():
-    assert pair_calls.run(devices.current_target()) == 60
-
-
-def test_the_reduced_set_of_key_lengths_reaches_every_row():
+@pytest.mark.parametrize(**by_share(5))
+def test_the_reduced_set_of_pairs_reaches_every_row(share, shares):
     target = devices.current_target()
-    rows = [row for row in fwd_splitkv.VARIANTS if target in row.targets]
-    assert keyed_calls.run(target) == sum(len(keyed_calls.problems(row.dim)) for row in rows)
+    counts = [len(pair_calls.problems(row.dim)) for row in fwd_pairs.VARIANTS]
+    assert sum(counts) == 60
+    assert pair_calls.run(target, share, shares) == sum(counts[share::shares])
 
 
-def test_the_reduced_set_of_packed_sequences_reaches_every_build():
+@pytest.mark.parametrize(**by_share(5))
+def test_the_reduced_set_of_key_lengths_reaches_every_row(share, shares):
+    target = devices.current_target()
+    rows = fwd_splitkv.VARIANTS[share::shares]
+    counts = [len(keyed_calls.problems(row.dim)) for row in rows if target in row.targets]
+    assert keyed_calls.run(target, share, shares) == sum(counts)
+
+
+@pytest.mark.parametrize(**by_share(11))
+def test_the_reduced_set_of_packed_sequences_reaches_every_build(share, shares):
     target = devices.current_target()
     attention = 29 if target == "sm_90a" else 6  # kernels and their dims
-    products = 12 * len(packed_calls.product_rows(target))
-    assert packed_calls.run(target) == 10 * attention + products
+    products = len(packed_calls.product_rows(target))
+    counts = [10] * attention + [12] * products
+    assert len(packed_calls.parts(target)) == len(counts)
+    assert packed_calls.run(target, share, shares) == sum(counts[share::shares])
 
 
 def test_the_reduced_set_of_products_reaches_every_row():

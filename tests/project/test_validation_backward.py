@@ -102,6 +102,28 @@ def test_the_package_is_called_with_its_own_results(monkeypatch):
     assert made == [{"is_causal": True, "return_lse": True}]
 
 
+def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
+    made = []
+    launched = {part.row: part.reached for part in backward_calls.parts("sm_90a")}
+
+    def call(row, shape, options):
+        made.append(row)
+        for x in launched[row]:
+            compile.load(x, "sm_90a", 0)
+
+    monkeypatch.setattr(compile, "load", lambda *of: None)
+    monkeypatch.setattr(backward_calls, "_call", call)
+    calls = [backward_calls.run("sm_90a", share, 13) for share in range(13)]
+    assert sum(calls) == len(made) == 438
+    assert {*made} == {*launched}
+    kernels = {"bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", "bwd_dkdv_fp32", "bwd_dkdv_fp64"}
+    assert {row.kernel for row in made} == kernels | {"bwd_dkdv_fp32_sm90"}
+    assert max(calls) < 50  # so that none takes long
+    monkeypatch.setattr(backward_calls, "_call", lambda *of: None)
+    with pytest.raises(RuntimeError, match=r"no call reached .*attention_bwd_sm90-"):
+        backward_calls.run("sm_90a", 0, 13)
+
+
 @pytest.mark.parametrize("name", only(["fp16", "bf16"], "bf16"))
 @pytest.mark.parametrize("dim", only([64, 192], 64))
 def test_the_reduced_set_is_made_of_valid_calls(dim, name, monkeypatch):

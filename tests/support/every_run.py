@@ -80,9 +80,10 @@ def examples(count, fewer=8):
     return settings(deadline=None, max_examples=count)
 
 
-def by_dtype_examples():
+def by_dtype_examples(kinds=1):
     """hypothesis's settings for one dtype of a test of all options: a fifth of the usual number.
 
-    On a GPU nearly each example compiles kernels of its own: several tests do that side by side.
+    Of several kinds of calls by a test of its own, each gets its part of that. On a GPU nearly each
+    example compiles kernels of its own: several tests do that side by side.
     """
-    return settings(deadline=None, max_examples=max(3, settings.default.max_examples // 5))
+    return settings(deadline=None, max_examples=max(4, settings.default.max_examples // 5 // kinds))

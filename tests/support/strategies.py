@@ -158,11 +158,12 @@ _RARELY = st.sampled_from([False] * 12 + [True])
 
 
 @st.composite
-def cases(draw, dtypes=DTYPES, max_batch=12, few_builds=False):
+def cases(draw, dtypes=DTYPES, max_batch=12, few_builds=False, biased=None, masked=None):
     """Attention problems: odd, tiny and empty shapes, grouped heads, broadcasting, any option.
 
     With `few_builds` dims are up to 64, and there is one kind of bias for each dim of kernels, so
-    that compiling does not take more time than checking.
+    that compiling does not take more time than checking. Whether there is a bias, or a mask, is
+    drawn where nothing says so.
     """
     dtype = draw(st.sampled_from(dtypes))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -187,12 +188,12 @@ def cases(draw, dtypes=DTYPES, max_batch=12, few_builds=False):
     v = normal(rng, (*v_batch, k_len, v_dim), dtype)
     scores = (*batch, q_len, k_len)
     bias = mask = None
-    if draw(st.booleans()):
+    if draw(st.booleans()) if biased is None else biased:
         kinds = _bias_kinds(scores, dtype, max(head_dim, v_dim), few_builds)
         bias = normal(rng, *draw(kinds))
         if draw(st.booleans()):
             bias[rng.random(bias.shape) < draw(st.sampled_from([0.1, 0.9]))] = -np.inf
-    if draw(st.booleans()):
+    if draw(st.booleans()) if masked is None else masked:
         density = draw(st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0]))
         mask = rng.random(draw(broadcastable(scores))) < density
     if draw(_RARELY):  # something that is not finite, attended to or not
