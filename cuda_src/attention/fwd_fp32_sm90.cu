@@ -92,7 +92,10 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with 
 FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
   if (threadIdx.x == 0) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
-    shared.band = key_tiles(params, shared.work.q_begin,
+#if FA_LENGTHS
+    shared.work.band = band_of_entry(params, shared.work.batch);
+#endif
+    shared.band = key_tiles(band_of(params, shared.work), shared.work.q_begin,
                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
     shared.tiles = {shared.band.begin, shared.band.end};
     if constexpr (kSparse) {
@@ -354,7 +357,7 @@ FA_DEVICE void modify_scores(const Consumer& c, Scores& s, int tile, int key_til
     mask_by_bits(s, visible_bits);
   }
   if (key_tile < c.shared.band.full_begin || key_tile >= c.shared.band.full_end) {
-    mask_outside_band(c.params, s, first_row, first_col);
+    mask_outside_band(band_of(c.params, c.shared.work), s, first_row, first_col);
   }
 }
 

@@ -120,7 +120,7 @@ class BackwardVariant(Variant):
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
-            *self.packed_defines,
+            *self.key_defines,
             *self.score_defines,
         )
 
