@@ -103,11 +103,9 @@ FA_DEVICE void load_words(const AttentionParams& params, SparseStorage& shared, 
 FA_DEVICE void find_work(const AttentionParams& params, SparseStorage& shared) {
   if (threadIdx.x == 0) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
-#if FA_LENGTHS
-    shared.work.band = band_of_entry(params, shared.work.batch);
-#endif
-    shared.band = key_tiles(band_of(params, shared.work), shared.work.q_begin,
+    shared.band = key_tiles(params, shared.work.q_begin,
                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    restrict_to_length(params, shared.work, shared.band, kTileN);
     if constexpr (kSparse) {
       shared.listed.row =
           row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);

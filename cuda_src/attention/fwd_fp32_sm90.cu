@@ -92,11 +92,9 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with 
 FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
   if (threadIdx.x == 0) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
-#if FA_LENGTHS
-    shared.work.band = band_of_entry(params, shared.work.batch);
-#endif
-    shared.band = key_tiles(band_of(params, shared.work), shared.work.q_begin,
+    shared.band = key_tiles(params, shared.work.q_begin,
                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    restrict_to_length(params, shared.work, shared.band, kTileN);
     shared.tiles = {shared.band.begin, shared.band.end};
     if constexpr (kSparse) {
       shared.listed.row =

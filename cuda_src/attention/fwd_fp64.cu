@@ -359,11 +359,8 @@ FA_DEVICE TileRange find_work(const AttentionParams& p, SharedStorage& shared) {
   if (threadIdx.x == 0) {
     TileWork& work = shared.work;
     work = kSparse ? masked_tile_work(p, kTileM) : tile_work(p, kTileM);
-#if FA_LENGTHS
-    work.band = band_of_entry(p, work.batch);
-#endif
-    shared.band =
-        key_tiles(band_of(p, work), work.q_begin, work.q_begin + work.q_rows - 1, kTileN);
+    shared.band = key_tiles(p, work.q_begin, work.q_begin + work.q_rows - 1, kTileN);
+    restrict_to_length(p, work, shared.band, kTileN);
     if constexpr (kSparse) {
       shared.listed.row = row_of_blocks(p.mask, work.batch, work.q_begin, p.q_len);
     }

@@ -37,24 +37,25 @@ struct SplitKvParams {
 static_assert(sizeof(SplitKvParams) == FA_SPLIT_KV_PARAMS_BYTES,
               "the host module of this name holds the same struct");
 
-// Where what lies along the axes of an array's entries begins, of one of them.
-FA_DEVICE int64 element_of_entry(const SplitArray& array, const int64 (&strides)[kMaxBatchAxes],
-                                 uint32 entry) {
-  int64 element = 0;
+// From a pointer or a number, as many elements on as strides along the axes of an array lead to one
+// of its entries.
+template <typename From>
+FA_DEVICE From at_entry(From from, const SplitArray& array, const int64 (&strides)[kMaxBatchAxes],
+                        uint32 entry) {
 #pragma unroll
   for (int axis = kMaxBatchAxes - 1; axis >= 0; --axis) {
     const uint32 size = static_cast<uint32>(array.size[axis]);
-    element += strides[axis] * (entry % size);
+    from += strides[axis] * (entry % size);
     entry /= size;
   }
-  return element;
+  return from;
 }
 
 // How many rows an entry has; none, if its length is out of range.
 FA_DEVICE int rows_of_entry(const SplitKvParams& params, const SplitArray& array, uint32 entry) {
   const KeyLengths& lengths = params.k_lengths;
-  if (!kLengths || lengths.start == nullptr) return params.rows;
-  const int64 place = element_of_entry(array, lengths.batch, entry);
+  if (lengths.start == nullptr) return params.rows;
+  const int64 place = at_entry(int64(0), array, lengths.batch, entry);
   const int length = load_index(lengths.start, place, lengths.bytes);
   return length >= 0 && length <= params.rows ? length : 0;
 }
@@ -113,12 +114,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const uint32 entry = block / params.tiles;
   const int first = static_cast<int>(block - entry * params.tiles) * kTileN;
   const int own_row = split_row<Rows::Tile>(threadIdx.x), col = 8 * (threadIdx.x % 8);
-  const int entry_rows = rows_of_entry(params, array, entry);
+  const int entry_rows = kLengths ? rows_of_entry(params, array, entry) : params.rows;
   if (kLengths && first >= entry_rows) return;  // nobody reads the tile
   const int rows_left = entry_rows - first - own_row;
 
   Rows rows;
-  rows.load(array.from + element_of_entry(array, array.batch, entry) +
+  rows.load(at_entry(array.from, array, array.batch, entry) +
                 static_cast<int64>(first + own_row) * array.row + col,
             array.row, rows_left, array.cols - col, params.aligned && array.cols % 4 == 0);
   int own[Rows::kGroups];

@@ -39,10 +39,16 @@ FA_DEVICE KeyBand band_of_entry(const AttentionParams& p, int64 batch) {
   return band_or_invalid(p, load_index(lengths.start, place, lengths.bytes), lengths.band_from_end);
 }
 template <typename Work>
+FA_DEVICE void find_band(const AttentionParams& p, Work& work, int64 batch) {
+  static_cast<KeyBand&>(work.band) = band_of_entry(p, batch);
+}
+template <typename Work>
 FA_DEVICE const auto& band_of(const AttentionParams&, const Work& work) {
   return work.band;
 }
 #else
+template <typename Work>
+FA_DEVICE void find_band(const AttentionParams&, Work&, int64) {}
 template <typename Work>
 FA_DEVICE const AttentionParams& band_of(const AttentionParams& p, const Work&) {
   return p;
@@ -111,6 +117,15 @@ FA_DEVICE KeyTiles key_tiles(const Band& p, int first_row, int last_row, int til
   const int full_high = last_key(p, first_row) - origin;
   return {low / tile_n, high / tile_n + 1, (full_low + tile_n - 1) / tile_n,
           (full_high + 1) / tile_n};
+}
+
+// Finds the band of a block's entry, if entries have lengths, and which of its tiles that leaves.
+FA_DEVICE void restrict_to_length(const AttentionParams& p, TileWork& work, KeyTiles& tiles,
+                                  int tile_n) {
+#if FA_LENGTHS
+  find_band(p, work, work.batch);
+  tiles = key_tiles(work.band, work.q_begin, work.q_begin + work.q_rows - 1, tile_n);
+#endif
 }
 
 // Of the columns 0, 1, 8, 9, 16, 17, ... that a thread holds of an accumulator, those before col.

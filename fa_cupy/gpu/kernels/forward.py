@@ -283,7 +283,7 @@ def _plan(
     prefix = "common." if isinstance(variant, FwdSm90 | FwdFp32Sm90 | FwdFp64) else ""
     count = len(steps) - 1 if isinstance(variant, FwdFp32Sm90) else 0  # know no such things
     if variant.lengths and not isinstance(variant, FwdSm90):
-        own = key_lengths.filled(traits)
+        own = key_lengths.filled(traits.problem, traits.strides[key_lengths.ARRAY])
         steps = [*steps[:count], *key_lengths.told(steps[count:], own, prefix)]
     if traits.problem.offsets is not None:
         first = row_intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])

@@ -1,4 +1,4 @@
-"""Numbers of keys of batch entries, for kernels of float32 and float64 that have builds for them."""
+"""Numbers of keys of batch entries, for builds of kernels of float32 and float64."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention.attention_params import MASK_LISTS, MAX_BATCH_AXES, Traits
+from fa_cupy.gpu.kernels.attention.attention_params import MASK_LISTS, MAX_BATCH_AXES
 from fa_cupy.gpu.plan import Step
 
-#: The name of the array in `Traits.key_views`.
+#: The name of the array.
 ARRAY = "k_lengths"
 #: ``struct KeyLengths`` of ``cuda_src/common/key_lengths.cuh``.
 KEY_LENGTHS = np.dtype(
@@ -38,12 +38,16 @@ def supports(problem: Problem) -> bool:
     return problem.mask is None and problem.k_len > 0 and axes <= MAX_BATCH_AXES
 
 
-def filled(traits: Traits) -> np.ndarray[Any, Any]:
-    """Return the struct of a problem with lengths, all but the address."""
+def filled(problem: Problem, steps: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return the struct of a problem with lengths, all but the address.
+
+    `steps` are bytes along the batch axes that a kernel walks.
+    """
+    dtype = problem.k_lengths_dtype
+    assert dtype is not None
     found = np.zeros(1, KEY_LENGTHS)
-    found["bytes"] = traits.key_fields[f"{ARRAY}_bytes"]
-    found["batch"] = traits.key_fields[f"{ARRAY}_batch"]
-    found["band_from_end"] = traits.problem.band_from_end
+    found["bytes"], found["band_from_end"] = dtype.itemsize, problem.band_from_end
+    found["batch"][0, : len(steps)] = [step // dtype.itemsize for step in steps]
     return found
 
 

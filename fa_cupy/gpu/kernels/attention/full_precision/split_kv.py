@@ -149,6 +149,6 @@ def step(traits: Traits, variant: SplitKv) -> tuple[Step, dict[str, int]]:
         addresses |= {f"array.{number}.from": name, f"array.{number}.to": output}
         grid += blocks
     if variant.lengths and _differ_by_length(traits):
-        params["k_lengths"] = key_lengths.filled(traits)
+        params["k_lengths"] = key_lengths.filled(problem, traits.strides[key_lengths.ARRAY])
         addresses["k_lengths.start"] = key_lengths.ARRAY
     return Step(variant, grid, params, addresses, aligned=traits.aligned(_ARRAYS)), sizes

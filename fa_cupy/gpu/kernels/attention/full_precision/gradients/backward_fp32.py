@@ -9,7 +9,6 @@ import numpy as np
 
 from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import (
     BWD_ROWS_FIELDS,
-    WORK_BYTES,
     BackwardRows,
 )
 from fa_cupy.gpu.kernels.backward import Launches, Traits, padded_rows
@@ -64,7 +63,7 @@ class BackwardFp32(BackwardRows):
             own, other = other, own
         tiles = _PAIR_BYTES * self.dim * 2 * (self.own_rows + self.stages * self.other_rows)
         rows = 4 * (own * self.own_rows + other * self.stages * self.other_rows)
-        return tiles + rows + 8 * self.warps + WORK_BYTES
+        return tiles + rows + 8 * self.warps + self.work_bytes
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
