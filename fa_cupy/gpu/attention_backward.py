@@ -302,11 +302,12 @@ def _with_lengths(
     keys: KeyArrays,
     on_host: KeyArrays | None,
 ) -> dict[str, Any]:
-    """Return gradients of a problem with key lengths by an equal call without.
+    """Return gradients of a problem with key lengths, by an equal call without where none has them.
 
-    That is one of parts of the arrays, if the host knows that all lengths are the same. Where a
-    band counts from the ends, entries are packed sequences, if kernels take those: a mask would
-    have a number for each pair. Otherwise it hides the keys behind the ends.
+    That is one of parts of the arrays, if the host knows that all lengths are the same. Kernels of
+    float32 and float64 read lengths. Elsewhere, where a band counts from the ends, entries are
+    packed sequences, if kernels take those: a mask would have a number for each pair. Otherwise it
+    hides the keys behind the ends.
     """
     checked = on_host is not None and on_host.lengths is not None
     if on_host is not None and checked:
@@ -322,6 +323,10 @@ def _with_lengths(
             return sequences.by_parts(
                 _of_parts(empty), problem, inputs, results, need, sinks, score, [together], own
             )
+    if problem.mask is None and problem.dtype.itemsize > 2:  # there are builds for lengths
+        found = by_kernels(problem, inputs, results, need, empty, sinks, score, (keys.lengths,))
+        if found is not None:
+            return found
     if problem.band_from_end and score is None:
         grads = _by_folding(problem, inputs, results, need, empty, sinks, keys)
         if grads is not None:
@@ -428,7 +433,9 @@ def by_kernels(
     score: Operands | None = None,
     of_keys: Sequence[Any] = (),
 ) -> dict[str, Any] | None:
-    """Do as `backward`; None where the kernels do not take the call. `of_keys` are offsets.
+    """Do as `backward`; None where the kernels do not take the call.
+
+    `of_keys` are offsets, or lengths.
 
     Those of q, k and v are computed, whichever are asked for, and that of the bias only if it is.
     That of sinks follows from what the kernels leave in the workspace.
