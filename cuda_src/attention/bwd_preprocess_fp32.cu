@@ -77,7 +77,8 @@ FA_DEVICE void prepare_query(const BwdFp32Params& params, int64 index) {
                                   params.q_pairs, index);
   const float of_dout = split_whole_row(dout, p.v_dim, exists, params.dout_pairs, index);
   const int64 in_batch = static_cast<int64>(entry) * p.q_len + query;
-  float lse = exists && !is_invalid_row(p, entry_of(p, entry), query) ? params.lse[in_batch] : -FA_INFINITY;
+  float lse =
+      exists && !is_invalid_row(p, entry_of(p, entry), query) ? params.lse[in_batch] : -FA_INFINITY;
   float delta = 0.0f;
   if (lse == -FA_INFINITY) {
     lse = FA_INFINITY;

@@ -134,8 +134,8 @@ FA_DEVICE void load_q(const AttentionParams& params, const SharedStorage& shared
 // With the words of a mask that this thread needs.
 FA_DEVICE void load_k(const AttentionParams& params, SparseStorage& shared, int tile) {
   KVTile::load(cvta_to_shared(shared.k), static_cast<const float*>(params.k) + shared.work.at.k,
-               params.k_row, key_tile(shared, tile) * kTileN,
-               band_of(params, shared.work).k_len, params.head_dim, params.aligned);
+               params.k_row, key_tile(shared, tile) * kTileN, band_of(params, shared.work).k_len,
+               params.head_dim, params.aligned);
   if constexpr (kSparse) load_words(params, shared, tile);
 }
 
@@ -143,8 +143,8 @@ FA_DEVICE void load_k(const AttentionParams& params, SparseStorage& shared, int 
 FA_DEVICE void load_v(const AttentionParams& params, SparseStorage& shared, const TileRange& tiles,
                       int tile) {
   KVTile::load(cvta_to_shared(shared.v), static_cast<const float*>(params.v) + shared.work.at.v,
-               params.v_row, key_tile(shared, tile) * kTileN,
-               band_of(params, shared.work).k_len, params.v_dim, params.aligned);
+               params.v_row, key_tile(shared, tile) * kTileN, band_of(params, shared.work).k_len,
+               params.v_dim, params.aligned);
   if constexpr (kSparse) load_block_index(params, shared, tiles, tile + 1);
 }
 

@@ -201,13 +201,14 @@ FA_DEVICE void for_each_score(const FwdFp64Params& params, const TileWork& work,
                               const Visit& visit) {
   const AttentionParams& p = params.common;
   const double* q = static_cast<const double*>(p.q) + work.at.q + static_cast<int64>(row) * p.q_row;
-  for_each_key<kSparse>(p, dense_keys<double>(p, work.at, band_of(p, work)), work.batch, row, [&](int key) {
-    const double* k =
-        static_cast<const double*>(p.k) + work.at.k + static_cast<int64>(key) * p.k_row;
-    const double product = dot_of_warp(q, k, p.head_dim);
-    const double score = score_fp64(params, work.at, product, row, key);
-    return score == -FA_INFINITY || visit(key, score);
-  });
+  for_each_key<kSparse>(
+      p, dense_keys<double>(p, work.at, band_of(p, work)), work.batch, row, [&](int key) {
+        const double* k =
+            static_cast<const double*>(p.k) + work.at.k + static_cast<int64>(key) * p.k_row;
+        const double product = dot_of_warp(q, k, p.head_dim);
+        const double score = score_fp64(params, work.at, product, row, key);
+        return score == -FA_INFINITY || visit(key, score);
+      });
 }
 
 // A warp computes its columns of one row again, leaving out every key whose score is -inf, for a
@@ -419,8 +420,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int warp_row = work.q_begin + warp / kColumnWarps * kWarpRows;
   const auto load_k = [&](int key) {
     load_tile_fp64<KTile, kTileN, kThreads>(k_tile, static_cast<const double*>(p.k) + work.at.k,
-                                            p.k_row, key * kTileN, band_of(p, work).k_len, p.head_dim,
-                                            params.aligned);
+                                            p.k_row, key * kTileN, band_of(p, work).k_len,
+                                            p.head_dim, params.aligned);
     cp_async_commit_group();
   };
   load_tile_fp64<QTile, kTileM, kThreads>(q_tile, static_cast<const double*>(p.q) + work.at.q,

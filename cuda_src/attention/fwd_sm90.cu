@@ -875,7 +875,7 @@ FA_DEVICE PagedKeys keys_of_work(const Consumer& c, const Pipelines& at,
 }
 #elif FA_LENGTHS
 FA_DEVICE DenseKeysOf<uint16, KeyBand> keys_of_work(const Consumer& c, const Pipelines& at,
-                                                   const BatchOffsets& offsets) {
+                                                    const BatchOffsets& offsets) {
   return {c.params.common, offsets, c.shared.work[at.work.index()].band};
 }
 #else

@@ -234,8 +234,7 @@ FA_DEVICE Part part_of(const BwdFp32Params& params, const WorkTile& work, const 
 // 1 to use_slope(m, j, e, slope).
 template <typename UseSlope>
 FA_DEVICE void make_scores(const BwdFp32Params& params, const WorkTile& work, const Part& part,
-                           Scores& s,
-                           const UseSlope& use_slope) {
+                           Scores& s, const UseSlope& use_slope) {
   const AttentionParams& p = params.common;
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
@@ -251,7 +250,8 @@ FA_DEVICE void make_scores(const BwdFp32Params& params, const WorkTile& work, co
       }
     }
   }
-  mask_scores<kOwnKeys, kSparse>(params, band_of(p, work), s, part.in_band, part.words_index, part.own, part.other);
+  mask_scores<kOwnKeys, kSparse>(params, band_of(p, work), s, part.in_band, part.words_index,
+                                 part.own, part.other);
 }
 
 // Makes NaN of what pairs of float16 may have lost digits of that count, so that its rows are

@@ -81,11 +81,10 @@ FA_DEVICE void load_own(const BwdFp64Params& params, SharedStorage& shared) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const Fp64Array& array = own_array(params, i);
-    load_tile_fp64<Tile, kOwnRows, kThreads>(cvta_to_shared(shared.own[i]),
-                                             row_start(params, array, work.entry, 0), array.row,
-                                             work.first_own,
-                                             kOwnKeys ? band_of(p, work).k_len : p.q_len,
-                                             i == 0 ? p.head_dim : p.v_dim, params.aligned);
+    load_tile_fp64<Tile, kOwnRows, kThreads>(
+        cvta_to_shared(shared.own[i]), row_start(params, array, work.entry, 0), array.row,
+        work.first_own, kOwnKeys ? band_of(p, work).k_len : p.q_len, i == 0 ? p.head_dim : p.v_dim,
+        params.aligned);
   }
 }
 
@@ -97,11 +96,10 @@ FA_DEVICE void load_other(const BwdFp64Params& params, SharedStorage& shared, co
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const Fp64Array& array = other_array(params, i);
-    load_tile_fp64<Tile, kOtherRows, kThreads>(cvta_to_shared(shared.other[stage][i]),
-                                               row_start(params, array, entry, 0), array.row,
-                                               at.tile * kOtherRows,
-                                               kOwnKeys ? p.q_len : band_of(p, work).k_len,
-                                               i == 0 ? p.head_dim : p.v_dim, params.aligned);
+    load_tile_fp64<Tile, kOtherRows, kThreads>(
+        cvta_to_shared(shared.other[stage][i]), row_start(params, array, entry, 0), array.row,
+        at.tile * kOtherRows, kOwnKeys ? p.q_len : band_of(p, work).k_len,
+        i == 0 ? p.head_dim : p.v_dim, params.aligned);
   }
   if constexpr (kOwnKeys) {
     const int tid = tid_x_again();

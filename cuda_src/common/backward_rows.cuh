@@ -130,9 +130,8 @@ FA_DEVICE void find_work(const Params& params, WorkTile& work) {
     work.entry = entry;
     work.first_own = (static_cast<int>(own_tiles) - 1 - place) * kOwnRows;
     find_entry_band(params, work);
-    const KeyTiles tiles =
-        key_tiles(band_of(p, work), work.first_own, min(work.first_own + kOwnRows, own_len) - 1,
-                  kOtherRows);
+    const KeyTiles tiles = key_tiles(band_of(p, work), work.first_own,
+                                     min(work.first_own + kOwnRows, own_len) - 1, kOtherRows);
     work.begin = tiles.begin, work.end = tiles.end;
     work.full_begin = tiles.full_begin, work.full_end = tiles.full_end;
   }

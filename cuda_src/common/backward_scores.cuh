@@ -8,8 +8,8 @@
 // Takes the pairs outside the band from those that are seen of a thread's accumulators: bit 2 j + e
 // of word [i][h] is that of register 2 h + e of x[i][j], as in the words of a mask.
 template <bool kOwnKeys, int kMmaM, typename Band>
-FA_DEVICE void restrict_to_band(const Band& p, uint32 (&visible_bits)[kMmaM][2],
-                                int first_own, int first_other, int count) {
+FA_DEVICE void restrict_to_band(const Band& p, uint32 (&visible_bits)[kMmaM][2], int first_own,
+                                int first_other, int count) {
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -24,8 +24,8 @@ FA_DEVICE void restrict_to_band(const Band& p, uint32 (&visible_bits)[kMmaM][2],
 // Hides scores outside the band, where a tile is not inside of it, and those that a mask hides of a
 // block that has words.
 template <bool kOwnKeys, bool kSparse, int kMmaM, int kMmaN, typename Params, typename Band>
-FA_DEVICE void mask_scores(const Params& params, const Band& band, float (&s)[kMmaM][kMmaN][4], bool in_band,
-                           int words_index, int own, int other) {
+FA_DEVICE void mask_scores(const Params& params, const Band& band, float (&s)[kMmaM][kMmaN][4],
+                           bool in_band, int words_index, int own, int other) {
   const bool is_partial = kSparse && words_index >= 0;
   if (in_band && !is_partial) return;
   uint32 visible_bits[kMmaM][2];

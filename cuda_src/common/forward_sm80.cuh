@@ -146,13 +146,11 @@ FA_DEVICE void recompute_rows(const AttentionParams& params, const TileWork& wor
     }
     if (recompute) {
       Element* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
-      recompute_row<kBf16, kDim, kMasked>(params, work.at,
-                                          dense_keys<Element>(params, work.at,
-                                                              band_of(params, work)),
-                                          work.batch, row,
-                                          __shfl_sync(kFullWarp, softmax.row_max[0][0], row_lane),
-                                          __shfl_sync(kFullWarp, softmax.row_sum[0][0], row_lane),
-                                          [&](int col, Element x) { to[col] = x; });
+      recompute_row<kBf16, kDim, kMasked>(
+          params, work.at, dense_keys<Element>(params, work.at, band_of(params, work)), work.batch,
+          row, __shfl_sync(kFullWarp, softmax.row_max[0][0], row_lane),
+          __shfl_sync(kFullWarp, softmax.row_sum[0][0], row_lane),
+          [&](int col, Element x) { to[col] = x; });
     }
     if (r % 8 < 7) continue;
     // Registers have no index: what belongs to the next eight rows moves to the first place.
