@@ -270,7 +270,7 @@ def _plan(
     fallback: Callable[[], Plan] | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
-    """Return the plan of a kernel's launches, with what they are told of keys of entries.
+    """Return the plan of a kernel's launches, with what they know of keys of entries.
 
     Packed sequences need a launch before them.
     """
@@ -284,7 +284,7 @@ def _plan(
     count = len(steps) - 1 if isinstance(variant, FwdFp32Sm90) else 0  # know no such things
     if variant.lengths and not isinstance(variant, FwdSm90):
         own = key_lengths.filled(traits.problem, traits.strides[key_lengths.ARRAY])
-        steps = [*steps[:count], *key_lengths.told(steps[count:], own, prefix)]
+        steps = [*steps[:count], *key_lengths.with_lengths(steps[count:], own, prefix)]
     if traits.problem.offsets is not None:
         first = row_intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
         steps = [*steps[:count], *first.before(steps[count:], prefix)]

@@ -338,12 +338,6 @@ GRADIENT_BUGS = {
     "keys behind the length are split": (
         KINDS[1], 0, ("key < band_of(p, entry_of(p, entry)).k_len", "key < p.k_len"),
     ),
-    "queries of an invalid entry count": (
-        KINDS[1], 0, ("exists && !is_invalid_row(p, entry_of(p, entry), query)", "exists"),
-    ),
-    "queries of an invalid entry count, float64": (
-        KINDS[0], 0, ("query < p.q_len && !is_invalid_row(p, work, query)", "query < p.q_len"),
-    ),
     "scores outside the band of the entry count": (
         KINDS[2], 1, ("(params, band_of(p, work), s, part", "(params, p, s, part"),
     ),
@@ -359,11 +353,11 @@ def test_planted_bugs_of_gradients_are_found(bug, tmp_path):
     arrays[1][0, 0, 5] = np.nan
 
     def outcome(sources):
-        found, *_ = solve(kind, arrays, LENGTHS_OF_FOUR, BANDS[1], sources=sources)
-        return [x.tobytes() for x in found]
+        both = [
+            solve(kind, arrays, LENGTHS_OF_FOUR, band, sources=sources)[0] for band in BANDS[:2]
+        ]
+        return [x.tobytes() for found in both for x in found]
 
-    with pytest.raises((AssertionError, emulator.EmulationError)):  # noqa: PT012
-        assert outcome(sources) == outcome({})
-        bad = np.array([90, 201, 200, -1])
-        got = solve(kind, gradient_arrays(kind, 64), bad, {}, sources=sources)[0]
-        assert all(np.isfinite(x).all() for x in got)
+    want = outcome({})
+    with pytest.raises((AssertionError, emulator.EmulationError)):
+        assert outcome(sources) == want

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,6 +46,11 @@ class FwdFp32(Variant):
             # Operands of scores take registers that two large blocks do not have.
             ("FA_BLOCKS", 1 if self.score and self.warps == 8 else self.blocks),
         )
+
+    def for_lengths(self, lengths: bool) -> FwdFp32:
+        """Return the build of this row for lengths, or for none; at 96 and 128 it spills some."""
+        build = super().for_lengths(lengths)
+        return dataclasses.replace(build, hot_targets=()) if lengths else build
 
     @property
     def rank(self) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def filled(problem: Problem, steps: Sequence[int]) -> np.ndarray[Any, Any]:
     return found
 
 
-def told(steps: Sequence[Step], own: np.ndarray[Any, Any], prefix: str = "") -> list[Step]:
+def with_lengths(steps: Sequence[Step], own: np.ndarray[Any, Any], prefix: str = "") -> list[Step]:
     """Return launches that know the lengths.
 
     Parameters

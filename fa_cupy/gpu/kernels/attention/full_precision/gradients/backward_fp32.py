@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,8 +12,11 @@ from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import
     BWD_ROWS_FIELDS,
     BackwardRows,
 )
-from fa_cupy.gpu.kernels.backward import Launches, Traits, padded_rows
+from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, padded_rows
 from fa_cupy.gpu.plan import Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPE = "float32"
 _PAIRS = ("q_pairs", "dout_pairs", "k_pairs", "v_pairs")
@@ -77,6 +81,14 @@ class BackwardFp32(BackwardRows):
             ("FA_BWD_FP32_BYTES", BWD_FP32_PARAMS.itemsize),
         )
 
+    def for_lengths(self, lengths: bool) -> Self:
+        """Return the build of this row for lengths, or for none.
+
+        It may spill some registers. On Hopper only dims up to 32 get it.
+        """
+        build = super().for_lengths(lengths)
+        return dataclasses.replace(build, hot_targets=()) if lengths else build
+
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch, which reads or writes rows in pairs and what is known of them."""
         keys = padded_rows(traits.problem.k_len)
@@ -100,6 +112,10 @@ class BackwardFp32Sm90(BackwardFp32):
     def targets(self) -> tuple[str, ...]:
         """The only target that has wgmma."""
         return ("sm_90a",)
+
+    def for_lengths(self, lengths: bool) -> Self:
+        """Return the build of this row for lengths, or for none: it spills no more than others."""
+        return BackwardVariant.for_lengths(self, lengths)
 
     @property
     def shared_bytes(self) -> int:

@@ -124,5 +124,5 @@ class BackwardRows(BackwardVariant):
         found = [Step(self, blocks, filled, addresses, aligned=aligned)]
         if self.lengths:
             own = key_lengths.filled(problem, traits.steps[key_lengths.ARRAY])
-            found = key_lengths.told(found, own, "common.")
+            found = key_lengths.with_lengths(found, own, "common.")
         return found[0]
