@@ -98,7 +98,8 @@ VARIANTS: tuple[FwdFp64, ...] = tuple(_rows())
 
 def supports(problem: Problem) -> bool:
     """Whether the kernel may solve a problem of float64 of dims that it has."""
-    return problem.q_len > FEW_QUERIES and key_lengths.supports(problem)
+    many = problem.q_len > FEW_QUERIES or problem.k_lengths is not None
+    return many and key_lengths.supports(problem)
 
 
 def steps(traits: Traits, variant: FwdFp64) -> list[Step]:
