@@ -121,8 +121,8 @@ class BackwardRows(BackwardVariant):
             params["common"]["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
             addresses["common.sinks"] = "sinks"
         aligned = _ARRAYS if all(step % 16 == 0 for step in steps) else ()
-        found = [Step(self, blocks, filled, addresses, aligned=aligned)]
-        if self.lengths:
-            own = key_lengths.filled(problem, traits.steps[key_lengths.ARRAY])
-            found = key_lengths.with_lengths(found, own, "common.")
-        return found[0]
+        step = Step(self, blocks, filled, addresses, aligned=aligned)
+        if not self.lengths:
+            return step
+        lengths = key_lengths.filled(problem, traits.steps[key_lengths.ARRAY])
+        return key_lengths.with_lengths([step], lengths, "common.")[0]
