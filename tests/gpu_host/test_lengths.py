@@ -54,7 +54,8 @@ def arrays(dtype, q_len, dim=64, pages=False):
         (SINGLE, 70, 200, {"softcap": 2.0}, FP32),
         (SINGLE, 600, 128, CAUSAL, SM90),
         (SINGLE, 600, 128, {"precision": "tf32"}, SM90),
-        (DOUBLE, 70, 64, CAUSAL, FP64),
+        (DOUBLE, 1, 64, CAUSAL, FP64),
+        (DOUBLE, 70, 64, {}, FP64),
         (DOUBLE, 600, 256, {}, FP64),
     ],
 )
