@@ -147,13 +147,16 @@ def cached(
     """
     # These gradients, and that of a bias if `need` does not leave it out.
     of_inputs = need is None or (need.__class__ is tuple and need == _INPUTS)
-    if not (of_inputs and k_lengths is sinks is None):
+    if not of_inputs or sinks is not None:
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device, q.dtype)
     biased = None if bias is None else array_key(bias, device)
-    given = not (q_offsets is k_offsets is None)
-    packed = PackedCall.of(_NAME, device, q_offsets, k_offsets) if given else NOT_PACKED
+    packed: PackedCall | None = NOT_PACKED
+    if not (q_offsets is k_offsets is None):
+        packed = PackedCall.of(_NAME, device, q_offsets, k_offsets, k_lengths)
+    elif k_lengths is not None:
+        packed = PackedCall.of_lengths(_NAME, device, k_lengths)
     side = None if window is None else window_key(window)
     if packed is None or seen is False or biased is False or side is False:
         return None
@@ -183,7 +186,8 @@ def cached(
         inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap, q_offsets=q_offsets, k_offsets=k_offsets,
+            window=window, softcap=softcap, k_lengths=k_lengths, q_offsets=q_offsets,
+            k_offsets=k_offsets,
         )  # fmt: skip
         of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
         is_left = problem.dtype == _FLOAT64 and _on_products(problem, of_bias is not None)

@@ -141,3 +141,20 @@ def test_a_capture_takes_them(device, dtype, gradients):
 
     with CAPTURE.record():
         assert all("mask" not in name for name in launches(call))
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE], ids=str)
+def test_a_repeated_call_of_gradients_has_a_plan(device, monkeypatch, dtype):
+    from fa_cupy.gpu import attention_backward  # which imports the stand-in of CuPy
+
+    (q, k, v), keys = arrays(dtype, 70)
+    lse = owned(np.zeros(q.shape[:-1], dtype))
+
+    def call(**keys):
+        return launches(lambda: fa_cupy.attention_backward(q, q, k, v, q, lse, **keys))
+
+    names = call(**keys)
+    monkeypatch.setattr(attention_backward, "backward", None)
+    assert call(**keys) == names
+    for other in (keys["k_lengths"][:1], keys["k_lengths"][::-1]):  # of other strides: a new one
+        assert call(k_lengths=other) == names
