@@ -166,8 +166,12 @@ class PackedCall(NamedTuple):
         return cls(("offsets", k_offsets is None, *shapes), arrays)
 
     @classmethod
-    def of_lengths(cls, where: str, device: int, k_lengths: Any) -> PackedCall | None:
-        """Return that of a call with lengths; None where it needs more than a look."""
+    def of_gradients(
+        cls, where: str, device: int, q_offsets: Any, k_offsets: Any, k_lengths: Any
+    ) -> PackedCall | None:
+        """Return that of a call with offsets or lengths; None where it needs more than a look."""
+        if not (q_offsets is k_offsets is None):
+            return cls.of(where, device, q_offsets, k_offsets, k_lengths)
         if type(k_lengths) is not cupy.ndarray or k_lengths.data.device_id != device:
             return None
         require_whole_elements(where, k_lengths=k_lengths)

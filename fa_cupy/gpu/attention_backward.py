@@ -152,11 +152,9 @@ def cached(
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device, q.dtype)
     biased = None if bias is None else array_key(bias, device)
-    packed: PackedCall | None = NOT_PACKED
-    if not (q_offsets is k_offsets is None):
-        packed = PackedCall.of(_NAME, device, q_offsets, k_offsets, k_lengths)
-    elif k_lengths is not None:
-        packed = PackedCall.of_lengths(_NAME, device, k_lengths)
+    given = not (k_lengths is q_offsets is k_offsets is None)
+    of_keys = q_offsets, k_offsets, k_lengths
+    packed = PackedCall.of_gradients(_NAME, device, *of_keys) if given else NOT_PACKED
     side = None if window is None else window_key(window)
     if packed is None or seen is False or biased is False or side is False:
         return None
@@ -168,8 +166,16 @@ def cached(
     ) or runtime.streamIsCapturing(get_current_stream().ptr):
         return None  # in a capture, an error would leave memory in the graph
     facts: list[Any] = [
-        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, need is None,
-    ]  # fmt: skip
+        _NAME,
+        device,
+        scale,
+        is_causal,
+        causal_align,
+        window,
+        softcap,
+        seen,
+        biased,
+    ]
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
         if type(x) is not cupy.ndarray or x.data.device_id != device:
@@ -181,7 +187,7 @@ def cached(
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
-    found: Any = lookup(key := (*facts, packed.key), UNKNOWN)
+    found: Any = lookup(key := (*facts, need is None, packed.key), UNKNOWN)
     if found is UNKNOWN:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
