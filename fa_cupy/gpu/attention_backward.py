@@ -165,17 +165,7 @@ def cached(
         and causal_align.__class__ in TEXTS
     ) or runtime.streamIsCapturing(get_current_stream().ptr):
         return None  # in a capture, an error would leave memory in the graph
-    facts: list[Any] = [
-        _NAME,
-        device,
-        scale,
-        is_causal,
-        causal_align,
-        window,
-        softcap,
-        seen,
-        biased,
-    ]
+    facts: list[Any] = [_NAME, device, scale, is_causal, causal_align, window, softcap, seen]
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
         if type(x) is not cupy.ndarray or x.data.device_id != device:
@@ -187,7 +177,7 @@ def cached(
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
-    found: Any = lookup(key := (*facts, need is None, packed.key), UNKNOWN)
+    found: Any = lookup(key := (*facts, biased, need is None, packed.key), UNKNOWN)
     if found is UNKNOWN:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
