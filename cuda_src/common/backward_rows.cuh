@@ -67,10 +67,12 @@ FA_DEVICE Real* row_start(const Params& params, const StridedArray<Real>& array,
 }
 
 // -------------------------------------------------------------------------------------------- work
-// What the block has to do.
+// The band of an entry with a length, as queries see it and as keys do.
 struct EntryBand : KeyBand {
   int q_len;
 };
+
+// What the block has to do.
 struct WorkTile {
 #if FA_LENGTHS
   EntryBand band;  // of the entry
