@@ -23,7 +23,7 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, TileStorage& shared,
     Scores s, unused;
     clear(unused);
     multiply_scores(shared, stage, s);
-    make_scores(params, part_of(params, work, at, 0), s, [](int, int, int, float) {});
+    make_scores(params, work, part_of(params, work, at, 0), s, [](int, int, int, float) {});
     check_range(shared, stage, 0, s, unused);
     add_scores(shared, stage, 0, statistics, s);
     release_per_lane(shared.empty[stage][0]);
@@ -56,7 +56,7 @@ FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {
   }
   const uint32 again = write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, p.scale);
   for_each_row(work, again, [&](int query) {
-    recompute_dq<kDim>(params, work.entry, known_row(params, work.entry, query), query);
+    recompute_dq<kDim>(params, work, known_row(params, work.entry, query), query);
   });
 }
 

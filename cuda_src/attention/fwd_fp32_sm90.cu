@@ -94,6 +94,7 @@ FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
     shared.band = key_tiles(params, shared.work.q_begin,
                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    restrict_to_length(params, shared.work, shared.band, kTileN);
     shared.tiles = {shared.band.begin, shared.band.end};
     if constexpr (kSparse) {
       shared.listed.row =
@@ -354,7 +355,7 @@ FA_DEVICE void modify_scores(const Consumer& c, Scores& s, int tile, int key_til
     mask_by_bits(s, visible_bits);
   }
   if (key_tile < c.shared.band.full_begin || key_tile >= c.shared.band.full_end) {
-    mask_outside_band(c.params, s, first_row, first_col);
+    mask_outside_band(band_of(c.params, c.shared.work), s, first_row, first_col);
   }
 }
 

@@ -233,8 +233,8 @@ FA_DEVICE Part part_of(const BwdFp32Params& params, const WorkTile& work, const 
 // Makes scores of products, in natural units; -inf where a pair is hidden.  Hands slopes other than
 // 1 to use_slope(m, j, e, slope).
 template <typename UseSlope>
-FA_DEVICE void make_scores(const BwdFp32Params& params, const Part& part, Scores& s,
-                           const UseSlope& use_slope) {
+FA_DEVICE void make_scores(const BwdFp32Params& params, const WorkTile& work, const Part& part,
+                           Scores& s, const UseSlope& use_slope) {
   const AttentionParams& p = params.common;
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
@@ -250,7 +250,8 @@ FA_DEVICE void make_scores(const BwdFp32Params& params, const Part& part, Scores
       }
     }
   }
-  mask_scores<kOwnKeys, kSparse>(params, s, part.in_band, part.words_index, part.own, part.other);
+  mask_scores<kOwnKeys, kSparse>(params, band_of(p, work), s, part.in_band, part.words_index,
+                                 part.own, part.other);
 }
 
 // Makes NaN of what pairs of float16 may have lost digits of that count, so that its rows are
@@ -321,7 +322,7 @@ FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage&
                                const OtherTile& at, int stage, int row, Scores& weights,
                                Scores& ds) {
   const Part part = part_of(params, shared.work, at, row);
-  make_scores(params, part, weights,
+  make_scores(params, shared.work, part, weights,
               [&](int m, int j, int e, float slope) { ds[m][j][e] *= kSloped ? slope : 1.0f; });
   check_range(shared, stage, row, weights, ds);
   float own[kMmaM][2], own_factor[kMmaM][2];

@@ -328,13 +328,19 @@ def _by_gathering(
     score: Operands | None,
     keys: KeyArrays,
 ) -> tuple[Any, Any | None]:
-    """Solve a problem whose key lengths and pages no kernel reads: by an equal call without."""
-    hidden = problem.k_lengths is not None
-    expected = without_places(problem) if hidden else dataclasses.replace(problem, pages=None)
+    """Solve a problem whose key lengths and pages no kernel reads: by an equal call without.
+
+    Lengths stay if a kernel reads them where there are no pages.
+    """
+    in_rows, device = dataclasses.replace(problem, pages=None), runtime.getDevice()
+    of_lengths = problem.pages is not None and _served(in_rows, device, None, capturing())
+    hidden = problem.k_lengths is not None and not of_lengths
+    expected = without_places(problem) if hidden else in_rows
     _refuse(expected, None if hidden else mask)
-    alone = gathered(cupy, problem, k, v, mask, keys)
+    alone = gathered(cupy, problem, k, v, mask, keys, hides=hidden)
+    own = None if hidden or keys.lengths is None else KeyArrays(keys.lengths)
     result, lse = attention(
-        alone.problem, q, alone.k, alone.v, bias, alone.mask, out, return_lse, sinks, score
+        alone.problem, q, alone.k, alone.v, bias, alone.mask, out, return_lse, sinks, score, own
     )
     mark_bad(cupy, alone.bad, result, lse)
     return result, lse

@@ -287,7 +287,7 @@ CASES["scaled_dot_product_attention: bias"] = scaled_of(lambda new: new(200, 200
 
 def gradients_of(
     shape=SMALL, k_shape=None, dtype=HALF, layouts=None, mask=None, need=None, dlse=False,
-    bias=False, sinks=None, score=False, **options,
+    bias=False, sinks=None, score=False, lengths=False, **options,
 ):  # fmt: skip
     def build(new):
         lay, k_shape_ = layouts or {}, k_shape or shape
@@ -302,6 +302,8 @@ def gradients_of(
             more["sinks"] = new(*sinks[0], dtype=sinks[1])
         if score:
             more["score"] = score_of(new)
+        if lengths:
+            more["k_lengths"] = new.integers((shape[0],), 0, k_shape_[-2])
         rows = new(*shape[:-1], dtype=SINGLE) if dlse else None
         # Those of the first round, in all of them.
         out, lse = fa_cupy.attention(q, k, v, **more, **options, return_lse=True)
@@ -317,6 +319,10 @@ GRADIENTS = {
     "bfloat16, causal, dlse": {"dtype": BFLOAT16, "is_causal": True, "dlse": True},
     "float32, causal, dlse": {"dtype": SINGLE, "is_causal": True, "dlse": True},
     "float32, sinks": {"dtype": SINGLE, "sinks": ((4, 1), SINGLE), "layouts": {"k": "strided"}},
+    "float32, lengths": {"dtype": SINGLE, "lengths": True, "dlse": True},
+    "float64, lengths, causal": {
+        "dtype": DOUBLE, "lengths": True, "is_causal": True, "causal_align": "bottom_right",
+    },
     "head_dim 128": {"shape": (2, 2, 200, 128)},
     "head_dim 256": {"shape": (2, 2, 200, 256)},
     **{f"k {layout}": {"layouts": {"k": layout}} for layout in STRANGE},
@@ -489,6 +495,9 @@ CASES["attention with lengths, causal"] = keyed_of(
     BFLOAT16, 5, is_causal=True, causal_align="bottom_right"
 )
 CASES["attention with lengths, k strided"] = keyed_of(layout="strided")
+CASES["attention with lengths, float32"] = keyed_of(SINGLE, 600)
+CASES["attention with lengths, one query of float64"] = keyed_of(DOUBLE)
+CASES["attention with pages, float32"] = keyed_of(SINGLE, 70, size=16)
 CASES["attention with pages"] = keyed_of(size=64)
 CASES["attention with pages, many queries"] = keyed_of(q_len=70, size=16)
 

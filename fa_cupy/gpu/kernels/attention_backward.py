@@ -42,7 +42,7 @@ from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.gpu.kernels.score import score_pointers
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask,
-#: `OFFSETS` with packed sequences.
+#: `OFFSETS` with packed sequences, ``k_lengths`` with lengths of entries.
 ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "sinks", "dq", "dk", "dv", "dbias")
 #: The kernels of float16 and bfloat16.
 VARIANTS: tuple[BackwardVariant, ...] = (
@@ -76,8 +76,9 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     -------
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
-        that no kernel can walk, packed sequences with a mask or with scores of positions. Of
-        float32 and float64 also dims above 128 in float32, or without 227 KB of shared memory.
+        that no kernel can walk, packed sequences with a mask or with scores of positions, lengths
+        of entries with a mask or the gradient of a bias, or in 16 bits. Of float32 and float64 also
+        dims above 128 in float32, or without 227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
@@ -90,7 +91,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
             and target in row.targets
         )
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
-        return (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
+        builds = (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
+        return (row.for_lengths(wanted.lengths) for row in builds)
 
     if wanted.dtype in ("float32", "float64"):
         # Other calls do without these modules, whose import takes some milliseconds.
@@ -100,6 +102,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         picked = [row for rows in kernels for row in pick(rows, wanted.masked)]
         return (*pick(first), *picked) if wanted.strided and len(picked) == len(kernels) else ()
     main: list[BackwardVariant] = []
+    if wanted.lengths:
+        return ()
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
             main = [row, bwd_convert_dq.row_after(row)]
@@ -157,6 +161,7 @@ def make_plan(
         names += score_pointers(traits.problem).values()
     names += TABLE_ARRAYS if traits.wanted.masked else ()
     names += OFFSETS if traits.wanted.packed else ()
+    names += ("k_lengths",) if traits.wanted.lengths else ()
     return plan.Plan(steps, names, launcher, space), space
 
 

@@ -42,6 +42,8 @@ class Variant:
         What a score is in this build; None for products times a positive scale.
     packed : bool
         Whether this build is for packed sequences.
+    lengths : bool
+        Whether this build is for batch entries with numbers of keys of their own.
     """
 
     source: str
@@ -56,6 +58,7 @@ class Variant:
     hot_targets: tuple[str, ...] = ("sm_90a",)
     score: ScoreMod | None = None
     packed: bool = False
+    lengths: bool = False
 
     @property
     def name(self) -> str:
@@ -67,7 +70,13 @@ class Variant:
             + ("-sparse" if self.sparse else "")
             + (f"-{self.score.name}" if self.score else "")
             + ("-packed" if self.packed else "")
+            + self.of_keys
         )
+
+    @property
+    def of_keys(self) -> str:
+        """What the name says of where keys are."""
+        return "-lengths" if self.lengths else ""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -100,14 +109,15 @@ class Variant:
             ("FA_SPARSE", int(self.sparse)),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
-            *self.packed_defines,
+            *self.key_defines,
             *self.score_defines,
         )
 
     @property
-    def packed_defines(self) -> tuple[tuple[str, int], ...]:
-        """The constant of ``cuda_src/common/row_intervals.cuh``."""
-        return (("FA_PACKED", 1),) if self.packed else ()
+    def key_defines(self) -> tuple[tuple[str, int], ...]:
+        """Those of ``cuda_src/common/packed.cuh`` and ``cuda_src/common/key_lengths.cuh``."""
+        given = ("FA_PACKED", self.packed), ("FA_LENGTHS", self.lengths)
+        return tuple([(name, 1) for name, value in given if value])
 
     @property
     def score_defines(self) -> tuple[tuple[str, int], ...]:
@@ -126,6 +136,10 @@ class Variant:
     def for_sequences(self, packed: bool) -> Self:
         """Return the build of this row for packed sequences, or for none."""
         return dataclasses.replace(self, packed=packed) if packed else self
+
+    def for_lengths(self, lengths: bool) -> Self:
+        """Return the build of this row for lengths of entries, or for none."""
+        return dataclasses.replace(self, lengths=lengths) if lengths else self
 
     @property
     def rank(self) -> tuple[int, ...]:

@@ -300,8 +300,8 @@ BUGS = {
     "one split is left out": ("own.begin + share);", "own.begin + share - 1);"),
     "the sums of one warp": ("const int parts = params.sums_keys ? kWarpCols : kWarpRows;",
                              "const int parts = 1;"),
-    "a band is not looked at": ("mask_scores<false, kSparse>(params, s, step.in_band,",
-                                "mask_scores<false, kSparse>(params, s, true,"),
+    "a band is not looked at": ("params.common, s, step.in_band,",
+                                "params.common, s, true,"),
 }  # fmt: skip
 ALWAYS = (
     "Q and K are read before they have landed",

@@ -336,7 +336,7 @@ BUGS = {
     "dV is scaled": ("dkdv", "sums, of_values ? 1.0 : params.scale", "sums, params.scale"),
     "a head is left out": ("dkdv", "{at.head + 1, work.begin}", "{at.head + 2, work.begin}"),
     "queries of a head are those of the first one": (
-        "dkdv", "shared.work.entry + at.head;", "shared.work.entry;",
+        "dkdv", "const uint32 entry = work.entry + at.head;", "const uint32 entry = work.entry;",
     ),
     "the band is not looked at": (
         "dkdv", "if (at.tile < work.full_begin || at.tile >= work.full_end) {", "if (false) {",

@@ -62,13 +62,13 @@ def leaves_to_cublas(
     """Whether a problem that kernels serve is left to tiles by cuBLAS, which are faster.
 
     Kernels keep what tiles compute in vain, or not at all: what masks hide, narrow windows, packed
-    sequences, and scores by an expression, each step of which takes a pass over all scores. Of the
-    output, for which tiles gain little, kernels keep bands, softcaps and biases too. They also keep
-    what is captured into a graph, which the caller looks at.
+    sequences, keys behind lengths, and scores by an expression, each step of which takes a pass
+    over all scores. Of the output, for which tiles gain little, kernels keep bands, softcaps and
+    biases too. They also keep what is captured into a graph, which the caller looks at.
     """
     lower, upper = problem.lower, problem.upper
     narrow = lower is not None and upper is not None and upper - lower < _LEAST_WINDOW
-    of_kernels = problem.mask, problem.offsets, problem.score
+    of_kernels = problem.mask, problem.offsets, problem.score, problem.k_lengths
     if narrow or any(x is not None for x in of_kernels):
         return False
     if not gradients and (problem.softcap or {problem.bias, lower, upper} != {None}):

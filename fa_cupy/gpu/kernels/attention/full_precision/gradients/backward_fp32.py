@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import (
     BWD_ROWS_FIELDS,
-    WORK_BYTES,
     BackwardRows,
 )
-from fa_cupy.gpu.kernels.backward import Launches, Traits, padded_rows
+from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, padded_rows
 from fa_cupy.gpu.plan import Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPE = "float32"
 _PAIRS = ("q_pairs", "dout_pairs", "k_pairs", "v_pairs")
@@ -64,7 +67,7 @@ class BackwardFp32(BackwardRows):
             own, other = other, own
         tiles = _PAIR_BYTES * self.dim * 2 * (self.own_rows + self.stages * self.other_rows)
         rows = 4 * (own * self.own_rows + other * self.stages * self.other_rows)
-        return tiles + rows + 8 * self.warps + WORK_BYTES
+        return tiles + rows + 8 * self.warps + self.work_bytes
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -77,6 +80,14 @@ class BackwardFp32(BackwardRows):
             ("FA_BLOCKS", self.blocks_at_once),
             ("FA_BWD_FP32_BYTES", BWD_FP32_PARAMS.itemsize),
         )
+
+    def for_lengths(self, lengths: bool) -> Self:
+        """Return the build of this row for lengths, or for none.
+
+        It may spill some registers. On Hopper only dims up to 32 get it.
+        """
+        build = super().for_lengths(lengths)
+        return dataclasses.replace(build, hot_targets=()) if lengths else build
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch, which reads or writes rows in pairs and what is known of them."""
@@ -101,6 +112,10 @@ class BackwardFp32Sm90(BackwardFp32):
     def targets(self) -> tuple[str, ...]:
         """The only target that has wgmma."""
         return ("sm_90a",)
+
+    def for_lengths(self, lengths: bool) -> Self:
+        """Return the build of this row for lengths, or for none: it spills no more than others."""
+        return BackwardVariant.for_lengths(self, lengths)
 
     @property
     def shared_bytes(self) -> int:
