@@ -253,7 +253,7 @@ def _on_products(problem: Problem, of_bias: bool) -> bool:
     from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import leaves_to_cublas
 
     target = workspace.launcher(runtime.getDevice()).target
-    return leaves_to_cublas(problem, target, True, of_bias)
+    return leaves_to_cublas(problem, target, of_bias)
 
 
 def _packed(
