@@ -44,13 +44,15 @@ def drawn(values, *kept):
 
 #: Cases of each test in these folders that `make test` runs.
 _CASES = {"cpu": 3, "gpu_host": 2}
+#: Parameters that say which kernels are compiled.
+_ROWS = {"row", "rows", "dim", "dtype", "target"}
 
 
 def thin_out(items):
     """Have `make test` run one case of each test that runs kernels on the CPU, few of some others.
 
-    Of planted bugs it runs none. Which cases those are differs from test to test, so that some test
-    meets every dim and dtype.
+    Of planted bugs it runs none. Which cases those are differs from file to file, so that some test
+    meets every dim and dtype; tests of one file meet the same rows, which are compiled once.
     """
     if not _is_quick():
         return
@@ -58,15 +60,35 @@ def thin_out(items):
     for item in items:
         if not item.get_closest_marker("long"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    met = {}
     for name, same in cases.items():
         count = _CASES.get(same[0].path.parent.name, len(same))
         if any(item.get_closest_marker("emulator") for item in same):
-            count = 0 if "planted" in name else 1
-        first, step = zlib.crc32(name.encode()) % len(same), max(1, len(same) // max(1, count))
-        kept = [same[(first + i * step) % len(same)] for i in range(min(count, len(same)))]
+            kept = []
+            if "planted" not in name:
+                kept = [_of_met_rows(same, met.setdefault(same[0].path, set()))]
+        else:
+            first, step = zlib.crc32(name.encode()) % len(same), max(1, len(same) // max(1, count))
+            kept = [same[(first + i * step) % len(same)] for i in range(min(count, len(same)))]
         for item in same:
             if item not in kept:
                 item.add_marker(pytest.mark.long)
+
+
+def _of_met_rows(same, met):
+    """Of a test's cases the one that has most of what others of its file have met; add it to `met`.
+
+    Where several have, it is the file that decides which one.
+    """
+
+    def rows(item):
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        return {(name, str(given[name])) for name in _ROWS & given.keys()}
+
+    first = zlib.crc32(same[0].path.name.encode()) % len(same)
+    chosen = max([*same[first:], *same[:first]], key=lambda item: len(rows(item) & met))
+    met |= rows(chosen)
+    return chosen
 
 
 def _is_quick():
