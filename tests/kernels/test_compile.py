@@ -19,7 +19,6 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
 
 
-
 def always():
     """The rows that `make test` compiles: of each kernel one, for one of the usual targets.
 
