@@ -65,7 +65,7 @@ def test_from_coo(cupy):
         BitMask.from_csr(coo_of(cupy, [0, 1], [0, 1, 2]))
 
 
-@pytest.mark.parametrize(("matrices", "batched"), mask_sources.csr_cases())
+@pytest.mark.parametrize(("matrices", "batched"), [*mask_sources.csr_cases()])
 def test_from_csr(cupy, matrices, batched):
     mask_sources.check_csr(lambda m: csr_of(cupy, m), matrices, batched)
 
