@@ -43,7 +43,7 @@ def drawn(values, *kept):
 
 
 #: Cases of each test in these folders that `make test` runs.
-_CASES = {"cpu": 3, "gpu_host": 2}
+_CASES = {"cpu": 2, "gpu_host": 2}
 #: Parameters that say which kernels are compiled.
 _ROWS = {"row", "rows", "dim", "dtype", "target"}
 
