@@ -1,6 +1,7 @@
 """Of tests with many cases: the ones that `make test` runs. `make test-all` runs the others too."""
 
 import zlib
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -52,7 +53,8 @@ def thin_out(items):
     """Have `make test` run one case of each test that runs kernels on the CPU, few of some others.
 
     Of planted bugs it runs none. Which cases those are differs from file to file, so that some test
-    meets every dim and dtype; tests of one file meet the same rows, which are compiled once.
+    meets every dim and dtype. Tests of one file meet all of its kernels, and of each kernel the
+    same rows, which are compiled once.
     """
     if not _is_quick():
         return
@@ -66,7 +68,7 @@ def thin_out(items):
         if any(item.get_closest_marker("emulator") for item in same):
             kept = []
             if "planted" not in name:
-                kept = [_of_met_rows(same, met.setdefault(same[0].path, set()))]
+                kept = [_of_met_rows(same, met.setdefault(same[0].path, Counter()))]
         else:
             first, step = zlib.crc32(name.encode()) % len(same), max(1, len(same) // max(1, count))
             kept = [same[(first + i * step) % len(same)] for i in range(min(count, len(same)))]
@@ -76,19 +78,30 @@ def thin_out(items):
 
 
 def _of_met_rows(same, met):
-    """Of a test's cases the one that has most of what others of its file have met; add it to `met`.
+    """Choose one of a test's cases: of the kernel that other tests of its file have met least.
 
-    Where several have, it is the file that decides which one.
+    Of those it is one that has most of the rows, dims and dtypes which they have met, as `met`
+    says; where several have, it is the file that decides which one.
     """
 
+    def kernel(item):
+        return getattr(_params(item).get("row"), "source", None)
+
     def rows(item):
-        given = item.callspec.params if hasattr(item, "callspec") else {}
+        given = _params(item)
         return {(name, str(given[name])) for name in _ROWS & given.keys()}
 
+    def fitness(item):
+        return -met[kernel(item)], sum(row in met for row in rows(item))
+
     first = zlib.crc32(same[0].path.name.encode()) % len(same)
-    chosen = max([*same[first:], *same[:first]], key=lambda item: len(rows(item) & met))
-    met |= rows(chosen)
+    chosen = max([*same[first:], *same[:first]], key=fitness)
+    met.update([kernel(chosen), *rows(chosen)])
     return chosen
+
+
+def _params(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def _is_quick():
