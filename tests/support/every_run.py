@@ -45,8 +45,8 @@ def drawn(values, *kept):
 
 #: Cases of each test in these folders that `make test` runs.
 _CASES = {"cpu": 2, "gpu_host": 2}
-#: Parameters that say which kernels are compiled.
-_ROWS = {"row", "rows", "dim", "dtype", "target"}
+#: Parameters that say which kernels are compiled; of a bias, its shape does.
+_ROWS = {"row", "rows", "dim", "dtype", "target", "shape"}
 
 
 def thin_out(items):
