@@ -143,11 +143,15 @@ def test_any_packed_sequences(lengths, band, seed):
     name=st.sampled_from(["dout", "q", "k", "v"]),
     band=st.sampled_from(BANDS),
     lengths=st.tuples(st.integers(1, 80), st.integers(1, 80)),
-    value=st.sampled_from([np.nan, np.inf, -np.inf, 1e-42, 3e38]),
+    value=st.sampled_from([np.nan, np.inf, -np.inf, 1e-42, 1e5]),
     seed=st.integers(0, 2**32),
 )
 def test_extraordinary_numbers(name, band, lengths, value, seed):
-    """Those that are not finite show where they belong: not in other rows, nor in hidden pairs."""
+    """Those that are not finite show where they belong: not in other rows, nor in hidden pairs.
+
+    A number is beyond the range of float16. Of a row, numbers that are far below its largest one
+    lose digits: where that is 1e9, other numbers are off by more than float32 rounds.
+    """
     rng = np.random.default_rng(seed)
     arrays = arrays_of(D64, lengths, less=(8, 16), seed=seed)
     spoiled = arrays[("dout", "q", "k", "v").index(name)]
