@@ -23,7 +23,8 @@ using HighParts = uint32[kHighInRegisters ? kDim / 16 : 1][4];
 FA_DEVICE void load_high_parts(const TileStorage& shared, HighParts& high) {
   if constexpr (!kHighInRegisters) return;
   const int role = warp_role(), lane = tid_x_again() % 32, row = warp_row() + lane % 16;
-  wait(shared.full[0][role], 0);
+  wait(shared.full[0][0], 0);  // by all who will wait for its next phase
+  if (role == 1) wait(shared.full[0][1], 0);
   const uint32 from =
       cvta_to_shared(shared.other[0][role]) + row / 8 * kPartBytes + row % 8 * 128;
 #pragma unroll
@@ -60,10 +61,10 @@ FA_DEVICE void multiply_steps(Scores& x, const HighParts& high, uint64 a, uint64
   }
 }
 
-// Starts the product of the arrays i: with low parts of queries first, as start_low says.
+// Starts the product of the arrays i.
 FA_DEVICE void start_products(const TileStorage& shared, int stage, int i, const HighParts& high,
                               Products& products) {
-  constexpr int kFirst = kOwnKeys ? 0 : 1, kSteps = kDim / 16;
+  constexpr int kSteps = kDim / 16;
   constexpr uint32 kStride = kHighInRegisters ? kPartBytes : kEightRowsBytes;
   const uint64 a = wgmma_descriptor(cvta_to_shared(shared.own[i]), kSwizzleBytes, kStride);
   const uint64 b = describe_other(shared, stage, i);

@@ -20,12 +20,12 @@
 // --------------------------------------------------------------------------------------- constants
 constexpr int kConsumers = kWarps - 4;  // warps
 // The columns of the sums that a product computes at once: for more there are no registers.
-constexpr int kSumCols = 64;
+constexpr int kSumCols = kRowGroups > 1 ? 128 : 64;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kMmaM == 1 && kOwnRows * kRowGroups == 16 * kConsumers, "a warpgroup has 64 rows");
 static_assert(kPart == kOtherRows, "a tile is multiplied as a whole");
-static_assert(kSumCols == 64, "an atom of the swizzle");
+static_assert(8 * kMmaV % kSumCols == 0 && kSumCols % 64 == 0, "atoms of the swizzle are whole");
 
 // ---------------------------------------------------------------------------------------- storage
 // Of eight rows both parts lie together (kEightRowsBytes).  An atom of the swizzle is 1,024 bytes.
@@ -168,10 +168,13 @@ FA_DEVICE void multiply_parts(Scores& x, uint64 a, uint64 b, bool adds) {
   }
 }
 
-// Starts the products with a low part, that of queries first.  Both kernels are to find the same
-// bits: a unit in the last place of a large score would make weights of 1 any others.
+// Of the products with a low part, that of queries comes first: this is the part of A.  Both kernels
+// are to find the same bits: a unit in the last place of a large score would make weights of 1 any
+// others.
+constexpr int kFirst = kOwnKeys ? 0 : 1;
+
+// Starts the products with a low part.
 FA_DEVICE void start_low(Scores& x, uint64 a, uint64 b) {
-  constexpr int kFirst = kOwnKeys ? 0 : 1;  // the part of A
   wgmma_fence();
   multiply_parts<kFirst, 1 - kFirst>(x, a, b, false);
   multiply_parts<1 - kFirst, kFirst>(x, a, b, true);
@@ -263,7 +266,7 @@ FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int p
         own[r] = part == 0 ? two.low : part == 1 ? x.smaller[j][r % 2] : two.high;
       }
       const uint32 a[4] = {own[0], own[1], own[2], own[3]};
-      const int place = part_of_cols * kSwizzleBytes + step * (2 * kEightRowsBytes) +
+      const int place = part_of_cols * (kSumCols / 64 * kSwizzleBytes) + step * (2 * kEightRowsBytes) +
                         (part == 1 ? kPartBytes : 0);
       wgmma_m64k16_rs<false, kSumCols>(sums, a, wgmma_at(tile, place), part + step > 0);
     }
@@ -289,8 +292,7 @@ FA_DEVICE void add_product(const TileStorage& shared, int stage, int i, Scores& 
   Operand p;
   make_operand(shared, stage, i, x, p);
   on_operand();
-  const uint64 tile =
-      describe_other(shared, stage, i, warp_col() / kSumCols * kSwizzleBytes);
+  const uint64 tile = describe_other(shared, stage, i, warp_col() / 64 * kSwizzleBytes);
 #pragma unroll
   for (int part = 0; part < 8 * kMmaV / kSumCols; ++part) {
     Product product;
