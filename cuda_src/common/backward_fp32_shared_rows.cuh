@@ -25,8 +25,7 @@ FA_DEVICE void load_high_parts(const TileStorage& shared, HighParts& high) {
   const int role = warp_role(), lane = tid_x_again() % 32, row = warp_row() + lane % 16;
   wait(shared.full[0][0], 0);  // by all who will wait for its next phase
   if (role == 1) wait(shared.full[0][1], 0);
-  const uint32 from =
-      cvta_to_shared(shared.other[0][role]) + row / 8 * kPartBytes + row % 8 * 128;
+  const uint32 from = cvta_to_shared(shared.other[0][role]) + row / 8 * kPartBytes + row % 8 * 128;
 #pragma unroll
   for (int step = 0; step < kDim / 16 && kHighInRegisters; ++step) {
     const int chunk = (step % 4 * 2 + lane / 16) ^ row % 8;  // as in shared_tile.cuh
@@ -103,7 +102,7 @@ FA_DEVICE Exchanged& handed_by(TileStorage& shared, int stage, int role) {
 FA_DEVICE void hand_over(Exchanged& to, const Scores& x) {
 #pragma unroll
   for (int j = 0; j < kMmaN; ++j) {
-    const float(&four)[4] = x[0][j];
+    const float (&four)[4] = x[0][j];
     to[tid_x_again() % 128 / 32][j][tid_x_again() % 32] =
         make_float4(four[0], four[1], four[2], four[3]);
   }
@@ -119,9 +118,6 @@ FA_DEVICE void receive(const Exchanged& from, Scores& x) {
 FA_DEVICE int barrier_of_rows() { return 1 + tid_x_again() % 128 / 32; }
 
 // ----------------------------------------------------------------------------------------- weights
-// Minus zero stands for the weight of a pair that does not count, where slopes may be zero.
-constexpr uint32 kNoWeight = 0x80000000;  // IEEE 754
-
 // Makes P of products of Q and K, and what it is times the slope of its score.
 FA_DEVICE void make_weights(const BwdFp32Params& params, const TileStorage& shared,
                             const OtherTile& at, int stage, Scores& weights, Scores& sloped) {
@@ -133,14 +129,6 @@ FA_DEVICE void make_weights(const BwdFp32Params& params, const TileStorage& shar
               [&](int m, int j, int e, float slope) { sloped[m][j][e] = slope; });
   check_range(shared, stage, 0, weights, unused);
   weigh(shared, stage, 0, weights, sloped);
-  if constexpr (kExpressionHasSlope) {
-#pragma unroll
-    for (int e = 0; e < 4 * kMmaN; ++e) {
-      float& x = sloped[0][e / 4][e % 4];
-      const bool counts = weights[0][e / 4][e % 4] != 0.0f;
-      x = !counts ? __uint_as_float(kNoWeight) : x == 0.0f ? 0.0f : x;
-    }
-  }
 }
 
 // Makes dS of P, times slopes, and dP - delta.
@@ -154,10 +142,8 @@ FA_DEVICE void make_ds(const TileStorage& shared, int stage, const Scores& weigh
   check_range(shared, stage, 0, seen, ds);
 #pragma unroll
   for (int e = 0; e < 4 * kMmaN; ++e) {
-    const float weight = weights[0][e / 4][e % 4];
     float& x = ds[0][e / 4][e % 4];
-    const bool counts = !kExpressionHasSlope || __float_as_uint(weight) != kNoWeight;
-    x = counts ? x * weight : 0.0f;
+    x = slope_times(x, weights[0][e / 4][e % 4]);
   }
 }
 

@@ -34,7 +34,7 @@ struct __align__(1024) TileStorage : SharedStorage {
 };
 // Behind it lies what warpgroups that share rows hand to each other: of dQ both do.  Each lane has
 // places of its own, for warps of the same rows hold the same pairs in the same registers.
-using Exchanged = float4[4][kMmaN][32];  // warp of a warpgroup
+using Exchanged = float4[4][kMmaN][32];                            // warp of a warpgroup
 constexpr int kHandOver = kRowGroups == 1 ? 0 : kOwnKeys ? 1 : 2;  // warpgroups
 static_assert(sizeof(TileStorage) + kStages * kHandOver * sizeof(Exchanged) == FA_SHARED_BYTES,
               "the host launches with this size");
@@ -81,9 +81,8 @@ FA_DEVICE void load_parts(const BwdFp32Params& params, TileStorage& shared, int6
                           uint32 barrier) {
   const uint32 of_high = cvta_to_shared(&shared.full[0][i]);
   const uint32 low = cvta_to_shared(shared.own[i]), high = cvta_to_shared(shared.other[0][i]);
-  const uint8* from =
-      reinterpret_cast<const uint8*>(i == 0 ? params.q_pairs : params.dout_pairs) +
-      row / 8 * kEightRowsBytes;
+  const uint8* from = reinterpret_cast<const uint8*>(i == 0 ? params.q_pairs : params.dout_pairs) +
+                      row / 8 * kEightRowsBytes;
   mbarrier_arrive_expect_tx(of_high, kOwnRows / 8 * kPartBytes);
 #pragma unroll 1
   for (int eight = 0; eight < kOwnRows / 8; ++eight) {
@@ -266,8 +265,8 @@ FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int p
         own[r] = part == 0 ? two.low : part == 1 ? x.smaller[j][r % 2] : two.high;
       }
       const uint32 a[4] = {own[0], own[1], own[2], own[3]};
-      const int place = part_of_cols * (kSumCols / 64 * kSwizzleBytes) + step * (2 * kEightRowsBytes) +
-                        (part == 1 ? kPartBytes : 0);
+      const int place = part_of_cols * (kSumCols / 64 * kSwizzleBytes) +
+                        step * (2 * kEightRowsBytes) + (part == 1 ? kPartBytes : 0);
       wgmma_m64k16_rs<false, kSumCols>(sums, a, wgmma_at(tile, place), part + step > 0);
     }
   }
