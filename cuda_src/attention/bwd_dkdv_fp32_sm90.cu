@@ -5,8 +5,8 @@
 // the tiles of kTileM queries that see some of them, head by head of those that share the keys.
 //   S^T = K Q^T,  P^T = exp(S^T - LSE),          dV += P^T dO
 //   dP^T = V dO^T,  dS^T = P^T (dP^T - delta),   dK += dS^T Q
-// Each warpgroup has all of this for its own 64 keys (backward_fp32_sm90.cuh), or one of these lines
-// where two share keys (backward_fp32_shared_rows.cuh).
+// Each warpgroup has all of this for its own 64 keys (backward_fp32_sm90.cuh), or one of these
+// lines where two share keys (backward_fp32_shared_rows.cuh).
 #include "cuda_src/common/backward_fp32_shared_rows.cuh"
 
 FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {

@@ -4,9 +4,9 @@
 // As bwd_dq_fp32.cu: one block owns kTileM query rows of one batch entry and walks over the tiles
 // of keys that some of them see.
 //   S = Q K^T,  P = exp(S - LSE),  dP = dO V^T,  dS = P (dP - delta),  dQ += dS K
-// Each warpgroup has all of this for its own 64 queries (backward_fp32_sm90.cuh), or some of it where
-// two share queries (backward_fp32_shared_rows.cuh).  It finds what replaces an LSE that is far, and
-// writes it for bwd_dkdv_fp32_sm90.
+// Each warpgroup has all of this for its own 64 queries (backward_fp32_sm90.cuh), or some of it
+// where two share queries (backward_fp32_shared_rows.cuh).  It finds what replaces an LSE that is
+// far, and writes it for bwd_dkdv_fp32_sm90.
 #include "cuda_src/common/backward_fp32_shared_rows.cuh"
 #include "cuda_src/common/far_rows_fp32.cuh"
 
@@ -61,7 +61,8 @@ FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {
   });
 }
 
-// As `find_statistics` where two warpgroups share queries: for the one that multiplies them by keys.
+// As `find_statistics` where two warpgroups share queries: for the one that multiplies them by
+// keys.
 FA_DEVICE void find_shared_statistics(const BwdFp32Params& params, TileStorage& shared,
                                       PipelineState<kStages>& pipeline, const HighParts& high) {
   const WorkTile& work = shared.work;

@@ -2,10 +2,10 @@
 // not fit into the registers of one warpgroup: two share rows.
 //
 // Warpgroup 0 multiplies arrays 0, which makes S and weights P = exp(S - LSE) of it; warpgroup 1
-// multiplies arrays 1, which makes dP - delta.  Of dK and dV, warpgroup 0 adds up dV, and hands P to
-// warpgroup 1, which makes dS of it and adds up dK.  Of dQ each has half of the columns: both hand
-// over what they have, and make the same dS.  A warp and the one four further on have the same 16
-// rows, and a barrier.
+// multiplies arrays 1, which makes dP - delta.  Of dK and dV, warpgroup 0 adds up dV, and hands P
+// to warpgroup 1, which makes dS of it and adds up dK.  Of dQ each has half of the columns: both
+// hand over what they have, and make the same dS.  A warp and the one four further on have the same
+// 16 rows, and a barrier.
 #pragma once
 #include "cuda_src/common/backward_fp32_sm90.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -36,26 +36,33 @@ FA_DEVICE void load_high_parts(const TileStorage& shared, HighParts& high) {
 }
 
 // Tensor cores cut sums, most of all those of high parts: none of these has more steps.
-constexpr int kLongestSum = 8, kHighSums = (kDim / 16 + kLongestSum - 1) / kLongestSum;
-// S or dP, or its transpose, in parts: products with a low part, 2^11 times too large, and others.
+constexpr int kLongestSum = 8, kSumCount = (kDim / 16 + kLongestSum - 1) / kLongestSum;
+// S or dP, or its transpose, in sums of so many steps: of products of high parts, and behind these
+// of low parts of queries, or of dO, with high ones; and one sum of those with low parts of keys or
+// values.  What has a low part is 2^11 times too large.
+//
+// Both kernels are to find the same bits of a score.  So both have these sums, although only that
+// of dK and dV gains by them: high parts of keys, read from shared memory, meet both parts of
+// queries.
 struct Products {
-  Scores low, high[kHighSums];
+  float sums[kSumCount][2 * kMmaN][4];
+  Scores low;
 };
 
-// The products of a's and b's parts in the columns of some steps.  Starts them.
-template <int kPartOfA, int kPartOfB>
-FA_DEVICE void multiply_steps(Scores& x, const HighParts& high, uint64 a, uint64 b, int begin,
-                              int end, bool adds) {
+// Starts the products of a part of A and one of B, or both, in the columns of some steps.
+template <int kPartOfA, int kPartOfB, int kCols>
+FA_DEVICE void multiply_steps(float (*x)[4], const HighParts& high, uint64 a, uint64 b, int begin,
+                              int end) {
 #pragma unroll
-  for (int step = begin; step < end; ++step) {
+  for (int step = begin; step < end && step < kDim / 16; ++step) {
     // 16 columns are 32 bytes of an atom's rows.
     const int column = step / 4 * kSwizzleBytes + step % 4 * 32;
-    const uint64 other = wgmma_at(b, column + kPartOfB * kPartBytes);
+    const uint64 other = wgmma_at(b, column + kPartOfB * kToLow);
     if constexpr (kHighInRegisters && kPartOfA == 0) {
-      wgmma_m64k16_rs<false, kPart, kKMajor>(x[0], high[step], other, adds || step > begin);
+      wgmma_m64k16_rs<false, kCols, kKMajor>(x, high[step], other, step > begin);
     } else {
       const uint64 own = wgmma_at(a, column + (kHighInRegisters ? 0 : kPartOfA * kPartBytes));
-      wgmma_m64k16_ss<false, kPart>(x[0], own, other, adds || step > begin);
+      wgmma_m64k16_ss<false, kCols>(x, own, other, step > begin);
     }
   }
 }
@@ -63,18 +70,23 @@ FA_DEVICE void multiply_steps(Scores& x, const HighParts& high, uint64 a, uint64
 // Starts the product of the arrays i.
 FA_DEVICE void start_products(const TileStorage& shared, int stage, int i, const HighParts& high,
                               Products& products) {
-  constexpr int kSteps = kDim / 16;
   constexpr uint32 kStride = kHighInRegisters ? kPartBytes : kEightRowsBytes;
   const uint64 a = wgmma_descriptor(cvta_to_shared(shared.own[i]), kSwizzleBytes, kStride);
   const uint64 b = describe_other(shared, stage, i);
   wgmma_fence();
-  multiply_steps<kFirst, 1 - kFirst>(products.low, high, a, b, 0, kSteps, false);
-  multiply_steps<1 - kFirst, kFirst>(products.low, high, a, b, 0, kSteps, true);
 #pragma unroll
-  for (int sum = 0; sum < kHighSums; ++sum) {
+  for (int sum = 0; sum < kSumCount; ++sum) {
     const int begin = sum * kLongestSum, end = begin + kLongestSum;
-    multiply_steps<0, 0>(products.high[sum], high, a, b, begin, end < kSteps ? end : kSteps, false);
+    float (*const x)[4] = products.sums[sum];
+    if constexpr (kStacked) {
+      multiply_steps<0, 0, 2 * kPart>(x, high, a, b, begin, end);
+    } else {
+      multiply_steps<0, 0, kPart>(x, high, a, b, begin, end);
+      multiply_steps<1, 0, kPart>(x + kMmaN, high, a, b, begin, end);
+    }
   }
+  constexpr int kLow = kOwnKeys ? 1 : 0;  // the part of A where that of keys is low
+  multiply_steps<kLow, 1 - kLow, kPart>(products.low[0], high, a, b, 0, kDim / 16);
   wgmma_commit_group();
 }
 
@@ -85,10 +97,13 @@ FA_DEVICE void add_up(const TileStorage& shared, int stage, int i, const Product
   for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float sum = fmaf(products.low[0][j][e], kLowInverse, products.high[0][0][j][e]);
+      float sum = products.sums[0][j][e], of_low = products.sums[0][kMmaN + j][e];
 #pragma unroll
-      for (int k = 1; k < kHighSums; ++k) sum += products.high[k][0][j][e];
-      x[0][j][e] = sum;
+      for (int k = 1; k < kSumCount; ++k) {
+        sum += products.sums[k][j][e];
+        of_low += products.sums[k][kMmaN + j][e];
+      }
+      x[0][j][e] = fmaf(of_low + products.low[0][j][e], kLowInverse, sum);
     }
   }
   apply_exponents(shared, stage, i, 0, x);
@@ -147,8 +162,8 @@ FA_DEVICE void make_ds(const TileStorage& shared, int stage, const Scores& weigh
   }
 }
 
-// Makes what this warpgroup multiplies by a tile of the other side, for which it waits: P if it adds
-// up dV, else dS.
+// Makes what this warpgroup multiplies by a tile of the other side, for which it waits: P if it
+// adds up dV, else dS.
 FA_DEVICE void multiply_and_exchange(const BwdFp32Params& params, TileStorage& shared,
                                      const PipelineState<kStages>& pipeline, const OtherTile& at,
                                      const HighParts& high, Scores& x) {
@@ -156,8 +171,8 @@ FA_DEVICE void multiply_and_exchange(const BwdFp32Params& params, TileStorage& s
   Products products;
   wait_for_array(shared, pipeline, role);
   start_products(shared, stage, role, high, products);
-  // What is known of rows comes with array 0.  V is not waited for by those that do not give it back,
-  // and would miss phases of its barrier.
+  // What is known of rows comes with array 0.  V is not waited for by those that do not give it
+  // back, and would miss phases of its barrier.
   if (kOwnKeys || role == 1) wait_for_array(shared, pipeline, 1 - role);
   wgmma_wait_group<0>();
   if (role == 1) release_per_lane(shared.empty[stage][1]);

@@ -2,8 +2,8 @@
 // copy brings.
 //
 // The first warpgroups are consumers, each of which computes all products of 64 of the block's rows
-// with a tile of the other side, or half of them (backward_fp32_shared_rows.cuh).  One thread of the
-// last warpgroup copies tiles.
+// with a tile of the other side, or half of them (backward_fp32_shared_rows.cuh).  One thread of
+// the last warpgroup copies tiles.
 //
 // A score is a sum of products with a low part, which is 2^11 times too large, and then of those of
 // high parts: one accumulator, which is multiplied by 2^-11 in between.  P and dS are split without
@@ -51,6 +51,13 @@ FA_DEVICE void init_barriers(TileStorage& shared) {
   fence_mbarrier_init();
 }
 
+// Where warpgroups share keys, high parts of all rows of a tile lie before low parts, so that both
+// are one operand.
+constexpr bool kStacked = kRowGroups > 1 && kOwnKeys;
+// From eight rows of a tile to the next, and from high parts to low ones.
+constexpr uint32 kNextEight = kStacked ? kPartBytes : kEightRowsBytes;
+constexpr uint32 kToLow = kStacked ? kOtherRows / 8 * kPartBytes : kPartBytes;
+
 // Copies rows of array 0 or 1, from `row` on of all that there are.
 template <bool kKeys, int kRows, int kArray>
 FA_DEVICE void load_pairs(const BwdFp32Params& params, const void* tile, int64 row,
@@ -59,6 +66,24 @@ FA_DEVICE void load_pairs(const BwdFp32Params& params, const void* tile, int64 r
                                     : (kKeys ? params.v_pairs : params.dout_pairs);
   cp_async_bulk_load(cvta_to_shared(tile), pairs + row * (2 * kDim), kRows / 8 * kEightRowsBytes,
                      barrier);
+}
+
+// Copies a tile of the other side.
+template <int kArray>
+FA_DEVICE void load_tile(const BwdFp32Params& params, const void* tile, int64 row, uint32 barrier) {
+  if constexpr (!kStacked) {
+    load_pairs<!kOwnKeys, kOtherRows, kArray>(params, tile, row, barrier);
+  } else {
+    const uint16* pairs = kArray == 0 ? params.q_pairs : params.dout_pairs;
+    const uint8* from = reinterpret_cast<const uint8*>(pairs + row * (2 * kDim));
+    const uint32 to = cvta_to_shared(tile);
+#pragma unroll 1
+    for (int eight = 0; eight < kOtherRows / 8; ++eight) {
+      const uint8* high = from + eight * kEightRowsBytes;
+      cp_async_bulk_load(to + eight * kNextEight, high, kPartBytes, barrier);
+      cp_async_bulk_load(to + eight * kNextEight + kToLow, high + kPartBytes, kPartBytes, barrier);
+    }
+  }
 }
 
 // Copies what is known of rows.
@@ -130,12 +155,12 @@ FA_DEVICE void load_tiles(const BwdFp32Params& params, TileStorage& shared, int 
       wait(shared.empty[stage][1], pipeline.parity() ^ 1);
       uint32 barrier = cvta_to_shared(&shared.full[stage][1]);
       mbarrier_arrive_expect_tx(barrier, sizeof(shared.other[0][1]));
-      load_pairs<!kOwnKeys, kOtherRows, 1>(params, shared.other[stage][1], row, barrier);
+      load_tile<1>(params, shared.other[stage][1], row, barrier);
       wait(shared.empty[stage][0], pipeline.parity() ^ 1);
       barrier = cvta_to_shared(&shared.full[stage][0]);
       mbarrier_arrive_expect_tx(barrier, sizeof(shared.other[0][0]) + sizeof(shared.other_rows[0]));
       load_fields<!kOwnKeys, kOtherRows>(params, shared.other_rows[stage][0], row, barrier);
-      load_pairs<!kOwnKeys, kOtherRows, 0>(params, shared.other[stage][0], row, barrier);
+      load_tile<0>(params, shared.other[stage][0], row, barrier);
       pipeline.advance();
     }
   }
@@ -151,7 +176,8 @@ FA_DEVICE uint64 describe_own(const TileStorage& shared, int i) {
   return describe(shared.own[i], tid_x_again() / 128 * (8 * kEightRowsBytes));
 }
 FA_DEVICE uint64 describe_other(const TileStorage& shared, int stage, int i, uint32 bytes = 0) {
-  return describe(shared.other[stage][i], bytes);
+  return wgmma_descriptor(cvta_to_shared(shared.other[stage][i]) + bytes, kSwizzleBytes,
+                          kNextEight);
 }
 
 // A part of S or dP, or of its transpose: the products of a's and b's parts, high or low ones, over
@@ -167,9 +193,9 @@ FA_DEVICE void multiply_parts(Scores& x, uint64 a, uint64 b, bool adds) {
   }
 }
 
-// Of the products with a low part, that of queries comes first: this is the part of A.  Both kernels
-// are to find the same bits: a unit in the last place of a large score would make weights of 1 any
-// others.
+// Of the products with a low part, that of queries comes first: this is the part of A.  Both
+// kernels are to find the same bits: a unit in the last place of a large score would make weights
+// of 1 any others.
 constexpr int kFirst = kOwnKeys ? 0 : 1;
 
 // Starts the products with a low part.
@@ -265,8 +291,8 @@ FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int p
         own[r] = part == 0 ? two.low : part == 1 ? x.smaller[j][r % 2] : two.high;
       }
       const uint32 a[4] = {own[0], own[1], own[2], own[3]};
-      const int place = part_of_cols * (kSumCols / 64 * kSwizzleBytes) +
-                        step * (2 * kEightRowsBytes) + (part == 1 ? kPartBytes : 0);
+      const int place = part_of_cols * (kSumCols / 64 * kSwizzleBytes) + step * (2 * kNextEight) +
+                        (part == 1 ? kToLow : 0);
       wgmma_m64k16_rs<false, kSumCols>(sums, a, wgmma_at(tile, place), part + step > 0);
     }
   }

@@ -182,14 +182,19 @@ BUGS = {
     ),
     "high parts are not swizzled": ("dq", "lane / 16) ^ row % 8;", "lane / 16);"),
     "high parts of steps are those of the first one": ("dq", "high[step], other", "high[0], other"),
+    "low parts of keys are left out": (
+        "dkdv", "multiply_steps<kLow, 1 - kLow, kPart>", "multiply_steps<0, 1 - kLow, kPart>",
+    ),
     "low parts of queries are left out": (
-        "dkdv", "multiply_steps<kFirst, 1 - kFirst>(", "multiply_steps<0, 0>(",
+        "dq", "multiply_steps<1, 0, kPart>(x", "multiply_steps<0, 0, kPart>(x",
     ),
-    "low parts of keys come first in one of the kernels": ("dkdv", "kOwnKeys ? 0 : 1;", "1;"),
-    "the second half of the columns is left out": (
-        "dkdv", "k < kHighSums; ++k) sum +=", "k < 1; ++k) sum +=",
+    "sums of low parts are those of other queries": ("dkdv", "2 * kPart>(x, high", "kPart>(x, high"),
+    "sums have other steps in one of the kernels": ("dkdv", "kLongestSum = 8", "kLongestSum = 4"),
+    "the second half of the columns is left out": ("dkdv", "k < kSumCount; ++k)", "k < 1; ++k)"),
+    "low parts keep their factor": ("dq", "kLowInverse, sum);", "1.0f, sum);"),
+    "rows of a tile are its first eight": (
+        "dkdv", "high = from + eight * kEightRowsBytes;", "high = from;",
     ),
-    "low parts keep their factor": ("dq", "kLowInverse, products.high", "1.0f, products.high"),
     "what is known of rows is read before it is there": (
         "dkdv", "if (kOwnKeys || role == 1) wait_for_array(shared, pipeline, 1 - role);", "",
     ),
