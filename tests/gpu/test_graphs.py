@@ -665,8 +665,11 @@ def refused_calls():
         "attention_backward of a score's array": lambda: fa_cupy.attention_backward(
             half, half, half, half, half, rows, score=score, need=["score.x"]
         ),
-        "attention_backward, float32 of head_dim 160": lambda: fa_cupy.attention_backward(
-            *[uniform((2, 40, 160), 0, SINGLE)] * 5, rows
+        "attention_backward, a bias of float32 of head_dim 160": lambda: fa_cupy.attention_backward(
+            *[uniform((2, 40, 160), 0, SINGLE)] * 5,
+            rows,
+            uniform((40, 40), 1, SINGLE),
+            need=["bias"],
         ),
         "causal_product, wide float64": lambda: fa_cupy.causal_product(many, many, many),
         "causal_product_backward, wide float64": lambda: fa_cupy.causal_product_backward(
@@ -692,7 +695,7 @@ def refused_calls():
 
 REFUSED = (
     "attention, few queries of float64", "attention, head_dim 320",
-    "attention_backward, float32 of head_dim 160", "causal_product, wide float64",
+    "attention_backward, a bias of float32 of head_dim 160", "causal_product, wide float64",
     "causal_product_backward, wide float64",
     "linear_attention, wide float64", "linear_attention, all keys",
     "linear_attention_backward, wide float64", "kernel_regression", "kernel_regression_backward",

@@ -78,7 +78,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
         that no kernel can walk, packed sequences with a mask or with scores of positions, lengths
         of entries with a mask or the gradient of a bias, or in 16 bits. Of float32 and float64 also
-        dims above 128 in float32, or without 227 KB of shared memory.
+        dims above 128 in float32 without ``wgmma``, or for the gradient of a bias, and without
+        227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:

@@ -397,7 +397,7 @@ def test_the_schedule_does_not_show():
 
 
 def test_rows_and_their_choice():
-    """Dims up to 128 have rows wherever shared memory is large enough; others go to cuBLAS."""
+    """Dims up to 128 have rows wherever shared memory is large enough; others where wgmma is."""
     for target in ("sm_80", "sm_90a", "sm_89", "sm_100", "sm_120", "compute_80"):
         for dim in (1, 32, 33, 64, 100, 128):
             end = "_sm90" if target == "sm_90a" and dim > 32 else ""
@@ -410,7 +410,8 @@ def test_rows_and_their_choice():
                 assert len({row.dim for row in found}) == 1  # pairs lie in memory with padding
                 assert found[0].dim >= dim
                 assert found[1].sparse == found[2].sparse == masked
-        assert not select(Wanted("float32", 129), target)
+        assert bool(select(Wanted("float32", 129), target)) == (target == "sm_90a")
+        assert not select(Wanted("float32", 257), target)
     assert not select(Wanted("float32", 64, strided=False), "sm_90a")
 
 

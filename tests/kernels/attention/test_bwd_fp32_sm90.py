@@ -1,7 +1,8 @@
 """Gradients in float32 by wgmma on pairs of float16, on the CPU.
 
 They are ``bwd_preprocess_fp32`` with pairs for wgmma, ``bwd_dq_fp32_sm90`` and
-``bwd_dkdv_fp32_sm90``. What they have in common with the kernels of mma.sync is tested with these.
+``bwd_dkdv_fp32_sm90``. What they have in common with the kernels of mma.sync is tested with these,
+and what differs where two warpgroups share rows in ``test_bwd_fp32_shared_rows``.
 """
 
 import numpy as np
@@ -51,7 +52,7 @@ D64 = CHAINS[64]
 ORDERED = 23
 
 
-@pytest.mark.parametrize("dim", only(CHAINS, 64, 128))
+@pytest.mark.parametrize("dim", only(CHAINS, 64, 128, 256))
 def test_every_row(dim, tmp_path):
     """Of rows that look right because they were computed again nothing would be known."""
     rows = CHAINS[dim]
@@ -208,8 +209,8 @@ def test_the_schedule_does_not_show():
 
 def test_which_calls_they_compute():
     """All on Hopper in dims above 32, whatever the scores and masks are."""
-    for dim, rows in ((33, D64), (64, D64), (65, CHAINS[128]), (128, CHAINS[128])):
-        assert select(Wanted("float32", dim, mapped=False), "sm_90a") == rows
+    for dim, of in ((33, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)):
+        assert select(Wanted("float32", dim, mapped=False), "sm_90a") == CHAINS[of]
     assert select(Wanted("float32", 100, masked=True), "sm_90a") == SPARSE[128]
     score = ScoreMod(softcap=True)
     found = select(Wanted("float32", 64, score=score, packed=True), "sm_90a")
@@ -220,7 +221,7 @@ def test_which_calls_they_compute():
             "bwd_preprocess_fp32", "bwd_dq_fp32", "bwd_dkdv_fp32",
         ]  # fmt: skip
         assert not found[0].swizzled
-    assert not select(Wanted("float32", 129), "sm_90a")
+    assert not select(Wanted("float32", 257), "sm_90a")
 
 
 # By what they show in: the kernel, what is changed, and into what.

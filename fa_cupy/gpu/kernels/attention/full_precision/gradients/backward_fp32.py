@@ -47,12 +47,15 @@ class BackwardFp32(BackwardRows):
         Products of eight of them that are under way together.
     blocks_at_once : int
         Blocks that should fit on a multiprocessor.
+    row_groups : int
+        Warpgroups that share rows, each of which has some of the products and sums.
     """
 
     warp_rows: int = 16
     part: int = 32
     at_once: int = 4
     blocks_at_once: int = 1
+    row_groups: int = 1
 
     @property
     def struct(self) -> np.dtype[Any]:
@@ -78,6 +81,7 @@ class BackwardFp32(BackwardRows):
             ("FA_PART", self.part),
             ("FA_AT_ONCE", self.at_once),
             ("FA_BLOCKS", self.blocks_at_once),
+            ("FA_ROW_GROUPS", self.row_groups),
             ("FA_BWD_FP32_BYTES", BWD_FP32_PARAMS.itemsize),
         )
 
@@ -119,6 +123,11 @@ class BackwardFp32Sm90(BackwardFp32):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: as for `BackwardFp32`, and barriers."""
+        """Dynamic shared memory: as for `BackwardFp32`, barriers, and what warpgroups exchange."""
         rest = -(-super().shared_bytes // 8) * 8 + 8 * (1 + 4 * self.stages)
-        return -(-rest // _ATOM_BYTES) * _ATOM_BYTES
+        handed = 0
+        if self.row_groups > 1:
+            handed = 4 * self.own_rows * self.other_rows * self.stages * (1 if self.own_keys else 2)
+            if not self.own_keys:  # high parts of its rows are in registers
+                rest -= _PAIR_BYTES * self.dim * self.own_rows
+        return -(-rest // _ATOM_BYTES) * _ATOM_BYTES + handed
