@@ -188,7 +188,9 @@ BUGS = {
     "low parts of queries are left out": (
         "dq", "multiply_steps<1, 0, kPart>(x", "multiply_steps<0, 0, kPart>(x",
     ),
-    "sums of low parts are those of other queries": ("dkdv", "2 * kPart>(x, high", "kPart>(x, high"),
+    "sums of low parts are those of other queries": (
+        "dkdv", "2 * kPart>(x, high", "kPart>(x, high",
+    ),
     "sums have other steps in one of the kernels": ("dkdv", "kLongestSum = 8", "kLongestSum = 4"),
     "the second half of the columns is left out": ("dkdv", "k < kSumCount; ++k)", "k < 1; ++k)"),
     "low parts keep their factor": ("dq", "kLowInverse, sum);", "1.0f, sum);"),

@@ -286,7 +286,8 @@ BUGS = {
                "part < 1; ++part) {\n        gemm_pv"),
     ),
     "the first half of the dims counts twice": (
-        D256, ("gemm_stacked(second, q_tile, k_tile, 1);", "gemm_stacked(second, q_tile, k_tile, 0);"),
+        D256,
+        ("gemm_stacked(second, q_tile, k_tile, 1);", "gemm_stacked(second, q_tile, k_tile, 0);"),
     ),
     "low parts of Q are left out": (
         D256, ("wgmma_descriptor(q_tile + kQLow, 0)", "wgmma_descriptor(q_tile, 0)"),
