@@ -74,8 +74,8 @@ def test_a_mask(host, cupy, launcher, make):
 
 
 def test_what_is_not_for_the_kernels(host, cupy, launcher):
-    """Dims above 128, and scales that sums would have to be multiplied by."""
-    assert FullCall(small(dims=(136, 16), lengths=(8, 8))).solve(host, cupy) is None
+    """Dims above 256, and scales that sums would have to be multiplied by."""
+    assert FullCall(small(dims=(264, 16), lengths=(8, 8))).solve(host, cupy) is None
     for scale in (1e30, 1e-20):
         assert FullCall(small(scale=scale)).solve(host, cupy) is None
     assert not launcher.ran
