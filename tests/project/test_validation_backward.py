@@ -114,7 +114,7 @@ def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
     monkeypatch.setattr(compile, "load", lambda *of: None)
     monkeypatch.setattr(backward_calls, "_call", call)
     calls = [backward_calls.run("sm_90a", share, 13) for share in range(13)]
-    assert sum(calls) == len(made) == 438
+    assert sum(calls) == len(made) == 450
     assert {*made} == {*launched}
     kernels = {"bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", "bwd_dkdv_fp32", "bwd_dkdv_fp64"}
     assert {row.kernel for row in made} == kernels | {"bwd_dkdv_fp32_sm90"}

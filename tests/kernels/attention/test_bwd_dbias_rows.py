@@ -285,6 +285,9 @@ def test_every_call_with_gradients_has_that_of_its_bias():
             wanted = backward.Wanted(dtype, dim, mapped=False, score=score)
             without = select(wanted, target)
             found = select(wanted._replace(dbias=True), target)
+            if dtype == "float32" and dim > 128:  # cuBLAS computes it
+                assert found == ()
+                continue
             # Those of wgmma split rows in a way that the kernel for the bias does not read.
             main = [row.kernel.removesuffix("_sm90") for row in without]
             assert [row.kernel for row in found[:-1]] == main
