@@ -47,7 +47,8 @@ constexpr bool kStacked = kParts == 2 && kTileN == 32;
 // The output's columns that a product of weights and values computes at once: with 128, there are
 // no registers for that.
 constexpr int kPvCols = 64;
-// There tensor cores add up so many steps of 16 columns; sums of these are float32.
+// With a stacked operand tensor cores add up so many steps of 16 columns; these sums are added in
+// float32.
 constexpr int kSumSteps = 8;
 // Of split_near(): see check_range.  Rounded numbers may be off by 2^15 times as much as pairs.
 constexpr int kExactBits = kParts == 2 ? 40 : 55;

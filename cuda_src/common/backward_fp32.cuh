@@ -43,7 +43,7 @@ constexpr int kOtherLimit = kOwnKeys ? kQLimit : kKLimit;
 
 // The block's rows and tiles of the other side, in pairs, and what is known of them.
 struct SharedStorage {
-  uint16 own[2][kHighInRegisters ? 1 : 2][kOwnRows * kDim];  // array, part; or low parts
+  uint16 own[2][kHighInRegisters ? 1 : 2][kOwnRows * kDim];  // array, part
   uint16 other[kStages][2][2][kOtherRows * kDim];
   float own_rows[kOwnFields][kOwnRows];
   float other_rows[kStages][kOtherFields][kOtherRows];

@@ -67,7 +67,7 @@ FA_DEVICE Real* row_start(const Params& params, const StridedArray<Real>& array,
 }
 
 // -------------------------------------------------------------------------------------------- work
-// The band of an entry with a length, as queries see it and as keys do.
+// A KeyBand, and the queries that first_query() and last_query() count.
 struct EntryBand : KeyBand {
   int q_len;
 };

@@ -233,7 +233,7 @@ def _backward(
     faster = dtype == DTYPE and prefers_cublas(target, pairs, head_dim, v_dim)
     if faster:
         yield "", "attention_backward: tiled CuPy, on cuBLAS products, which are faster here"
-        yield "", f"in a CUDA graph, with a mask or a score: {main.name}"
+        yield "", f"in a CUDA graph, with a mask, lengths or a score: {main.name}"
     else:
         yield "", f"attention_backward: {main.name}"
     yield "", f"with {', '.join(row.entry for row in rows if row is not main)}"

@@ -302,7 +302,7 @@ def _with_lengths(
     keys: KeyArrays,
     on_host: KeyArrays | None,
 ) -> dict[str, Any]:
-    """Return gradients of a problem with key lengths, by an equal call without where none has them.
+    """Return gradients of a problem with key lengths: where no kernel reads them, by an equal call.
 
     That is one of parts of the arrays, if the host knows that all lengths are the same. Kernels of
     float32 and float64 read lengths. Elsewhere, where a band counts from the ends, entries are

@@ -28,7 +28,7 @@ class Gathered(NamedTuple):
     Attributes
     ----------
     problem : Problem
-        Without `k_lengths` and `pages`.
+        Without `pages`, and without `k_lengths` where the mask hides what is behind them.
     k, v : array
         In C order where they were in pages, otherwise as given.
     mask : array of bool or None

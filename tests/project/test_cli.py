@@ -156,7 +156,7 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
         ),
         (
             ["--dtype", "float64", "--v-dim", "256", "--target", "sm_90a"],
-            "a mask or a score: attention_bwd_dkdv_fp64-float64-d256",
+            "lengths or a score: attention_bwd_dkdv_fp64-float64-d256",
         ),
         (
             ["--dtype", "float64", "--v-dim", "256", "--causal", "--target", "sm_90a"],

@@ -281,7 +281,8 @@ def _plan(
     if any("scheduler.counter" in step.addresses for step in steps):
         sizes["counter"] = COUNTER_BYTES
     prefix = "common." if isinstance(variant, FwdSm90 | FwdFp32Sm90 | FwdFp64) else ""
-    count = len(steps) - 1 if isinstance(variant, FwdFp32Sm90) else 0  # know no such things
+    # split_kv gets lengths by a step of its own.
+    count = len(steps) - 1 if isinstance(variant, FwdFp32Sm90) else 0
     if variant.lengths and not isinstance(variant, FwdSm90):
         own = key_lengths.filled(traits.problem, traits.strides[key_lengths.ARRAY])
         steps = [*steps[:count], *key_lengths.with_lengths(steps[count:], own, prefix)]
