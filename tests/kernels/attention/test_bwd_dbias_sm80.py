@@ -301,8 +301,10 @@ BUGS = {
         "if (shared.arrived != 0) return false;",
     ),
     "one split is left out": ("own.begin + share);", "own.begin + share - 1);"),
-    "the sums of one warp": ("const int parts = params.sums_keys ? kWarpCols : kWarpRows;",
-                             "const int parts = 1;"),
+    "the sums of one warp": (
+        "const int parts = params.sums_keys ? Warps::kAcross : Warps::kDown;",
+        "const int parts = 1;",
+    ),
     "a band is not looked at": ("params.common, s, step.in_band,",
                                 "params.common, s, true,"),
 }  # fmt: skip

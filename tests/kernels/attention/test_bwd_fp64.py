@@ -342,7 +342,7 @@ BUGS = {
         "dkdv", "if (at.tile < work.full_begin || at.tile >= work.full_end) {", "if (false) {",
     ),
     "the next row is read as if its chunks were not exchanged": (
-        "dq", "k % 2 * BTile::kOddRow", "0u",
+        "dq", "k % 2 * Tile::kOddRow", "0u",
     ),
     "both warps sum up the same columns": ("dq", "2 * part + warp_role()", "2 * part"),
     "the slope of a softcap is forgotten": ("dq", "1.0 - part * part", "1.0"),

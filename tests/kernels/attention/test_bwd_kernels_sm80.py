@@ -320,7 +320,9 @@ BUGS = {
                                       "min(tile, end)"),
     ),
     "the slope of a softcap is left out": (
-        "bwd_dkdv_sm80", 64, ("dp[i][j][e] *= slope;", ""),
+        "bwd_dkdv_sm80", 64,
+        ("first_other, [&](int j, int e, float slope) { dp[i][j][e] *= slope; }",
+         "first_other, [](int, int, float) {}"),
     ),
     "a bias of other rows": (
         "bwd_dq_sm80", 128, ("s[i], first_own + 16 * i,", "s[i], first_own,"),

@@ -262,11 +262,10 @@ BUGS = {
     ),
     "V is not waited for": (D64, ("wait(shared.v_full[v_stage], v_at.parity());", "")),
     "K is not waited for": (
-        D64, ("wait(shared.k_full[k_at.index()], k_at.parity());\n        gemm_qk", "gemm_qk"),
+        D64, ("wait(shared.k_full[k_at.index()], k_at.parity());\n        start_qk", "start_qk"),
     ),
     "exponents land later than a tile": (
-        D64, ("mbarrier_arrive_expect_tx(barrier, sizeof(KVTile));",
-              "mbarrier_arrive_expect_tx(barrier, 2 * kKLow);"),
+        D64, ("sizeof(KVTile));\n  cp_async_bulk_load(", "2 * kKLow);\n  cp_async_bulk_load("),
     ),
     "the number of a tile is that of a later one": (
         D64, ("wait(shared.k_empty[stage], k_at.parity() ^ 1);\n    shared.key_tile[stage]",
