@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int first = static_cast<int>(block - entry * params.tiles) * kTileN;
   const int own_row = split_row<Rows::Tile>(threadIdx.x), col = 8 * (threadIdx.x % 8);
   const int entry_rows = kLengths ? rows_of_entry(params, array, entry) : params.rows;
-  if (kLengths && first >= entry_rows) return;  // nobody reads the tile
+  if (kLengths && first >= entry_rows) return;  // no kernel reads the tile
   const int rows_left = entry_rows - first - own_row;
 
   Rows rows;

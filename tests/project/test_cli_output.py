@@ -54,7 +54,7 @@ def full():
 
 # Each command starts Python anew.
 @pytest.mark.parametrize("name", only(COMMANDS, "info of a call", "help", "version"))
-def test_nobody_reads_on(name, tmp_path, unread):
+def test_output_that_is_not_read_to_its_end(name, tmp_path, unread):
     assert run(COMMANDS[name], tmp_path, stdout=unread) == (SIGPIPE, "")
 
 

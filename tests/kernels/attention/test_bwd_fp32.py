@@ -26,6 +26,7 @@ from tests.support.full_precision_gradients import (
     check_mask,
     check_packed,
     definition,
+    far_scores,
     solve,
 )
 from tests.support.kernel_attention import BANDS, any_sinks
@@ -312,15 +313,10 @@ def test_scores_that_are_far(size, band, sinks, seed):
     """The best keys of a row have the same score, and others are far below: weights sum to 1."""
     rng = np.random.default_rng(seed)
     lengths = int(rng.integers(1, 80)), int(rng.integers(1, 80))
-    arrays = arrays_of(D32, lengths, less=(8, 16), seed=seed)
-    far = rng.random(arrays[1].shape[:3]) < 0.3
-    arrays[1][far] = 0
-    arrays[1][far, 0] = size * rng.choice([-1, 1], int(far.sum()))
-    arrays[2][..., 0] = rng.choice([1, 0.5, -1], arrays[2].shape[:3])
+    arrays, given = far_scores(rng, D32, lengths, size, seed)
     options = {**band, "scale": 1.0}
     if sinks:
         options["sinks"] = np.array([size, -np.inf], SINGLE)[:, None]
-    given = rng.standard_normal((1, 2, lengths[0])).astype(SINGLE)
     found = solve(D32, arrays, dlse=given, seed=seed, **options)
     for x, y in zip(found, definition(arrays, dlse=given, **options), strict=False):
         largest = float(np.abs(y).max(initial=0))

@@ -28,6 +28,7 @@ from tests.support.full_precision_gradients import (
     check_mask,
     check_packed,
     definition,
+    far_scores,
     solve,
 )
 from tests.support.kernel_attention import BANDS, any_sinks
@@ -163,13 +164,7 @@ def test_extraordinary_numbers(name, band, lengths, value, seed):
 @pytest.mark.parametrize("size", only([2.0**6, 2.0**11, 2.0**60], 2.0**11))
 def test_scores_that_are_far(size):
     """The best keys of a row have the same score, and others are far below: weights sum to 1."""
-    rng = np.random.default_rng(3)
-    arrays = arrays_of(D64, (150, 170), less=(8, 16))
-    far = rng.random(arrays[1].shape[:3]) < 0.3
-    arrays[1][far] = 0
-    arrays[1][far, 0] = size * rng.choice([-1, 1], int(far.sum()))
-    arrays[2][..., 0] = rng.choice([1, 0.5, -1], arrays[2].shape[:3])
-    dlse = rng.standard_normal((1, 2, 150)).astype(SINGLE)
+    arrays, dlse = far_scores(np.random.default_rng(3), D64, (150, 170), size)
     options = {**BANDS[1], "scale": 1.0}
     found = solve(D64, arrays, dlse=dlse, **options)
     for x, y in zip(found, definition(arrays, dlse=dlse, **options), strict=False):
