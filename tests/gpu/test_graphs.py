@@ -652,15 +652,15 @@ def test_two_graphs_of_a_call_run_side_by_side(name, pool):
 def refused_calls():
     x, rows = uniform((2, 40, 64), 0, SINGLE), cp.zeros((2, 40), SINGLE)
     seen, wide = cp.ones((40, 40), np.bool_), cp.zeros((9, 320), HALF)
-    half, states = x.astype(HALF), uniform((2, 40, 64), 1, DOUBLE)
-    few, many = states[:, :9], uniform((2, 40, 264), 1, DOUBLE)
+    half = x.astype(HALF)
+    many = uniform((2, 40, 264), 1, DOUBLE)
     points = [uniform((40, 2), seed, SINGLE) for seed in range(3)]
     score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
-        "attention, few queries of float64": lambda: fa_cupy.attention(few, states, states),
+        "attention, wide float64": lambda: fa_cupy.attention(many, many, many),
         "attention, head_dim 320": lambda: fa_cupy.attention(wide, wide, wide),
-        "attention, few queries of float64 and a score": lambda: fa_cupy.attention(
-            few, states, states, score=score
+        "attention, wide float64 and a score": lambda: fa_cupy.attention(
+            many, many, many, score=score
         ),
         "attention_backward of a score's array": lambda: fa_cupy.attention_backward(
             half, half, half, half, half, rows, score=score, need=["score.x"]
@@ -694,13 +694,13 @@ def refused_calls():
 
 
 REFUSED = (
-    "attention, few queries of float64", "attention, head_dim 320",
+    "attention, wide float64", "attention, head_dim 320",
     "attention_backward, a bias of float32 of head_dim 160", "causal_product, wide float64",
     "causal_product_backward, wide float64",
     "linear_attention, wide float64", "linear_attention, all keys",
     "linear_attention_backward, wide float64", "kernel_regression", "kernel_regression_backward",
     "non_local_means", "prefix_state", "prefix_state, q", "BitMask",
-    "attention, few queries of float64 and a score", "attention_backward of a score's array",
+    "attention, wide float64 and a score", "attention_backward of a score's array",
 )  # fmt: skip
 
 

@@ -47,11 +47,9 @@ VARIANTS: tuple[FwdSm80 | FwdSm90 | FwdFp32 | FwdFp32Sm90, ...] = (
 #: Those that compute in float64.
 FP64_VARIANTS = fwd_fp64.VARIANTS
 ROWS: tuple[Row, ...] = (*VARIANTS, *FP64_VARIANTS)
-# Whether the kernels of these dtypes may solve a problem; those of others solve any.
-_SUPPORTS = {
-    np.dtype(fwd_fp32.DTYPE): fwd_fp32.supports,
-    np.dtype(products_fp64.DTYPE): fwd_fp64.supports,
-}
+# The dtypes of fwd_fp32 and fwd_fp64, which read keys at equal distances. What may be as coarse as
+# TF32 fwd_fp32 computes in float32: that takes a third of the time of products of cuBLAS in TF32.
+_FULL_PRECISION = {np.dtype(fwd_fp32.DTYPE), np.dtype(products_fp64.DTYPE)}
 # fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
 # keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
@@ -145,8 +143,8 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
-    supports_own = _SUPPORTS.get(problem.dtype)
-    if supports_own is not None and not (supports_own(problem) and takes_scale(problem)):
+    precise = problem.dtype in _FULL_PRECISION
+    if precise and not (key_lengths.supports(problem) and takes_scale(problem)):
         return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
     if problem.score is not None and (
@@ -154,7 +152,7 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     ):
         return None
     of_keys = (problem.k_lengths or problem.pages) is not None
-    if of_keys and supports_own is None and not supports(problem):
+    if of_keys and not precise and not supports(problem):
         return None
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
