@@ -500,8 +500,8 @@ ATTENTION_SCORES_BWD = (
 ATTENTION_DECODE = (
     *(Decode("bf16", 128, batch, keys) for batch in (1, 16) for keys in (8192, 32768, 131072)),
     Decode("bf16", 128, 128, 4096),
-    Decode("bf16", 128, 4, 8192),
     *(Decode("bf16", 64, batch, keys) for batch in (1, 16) for keys in (8192, 32768, 131072)),
+    Decode("bf16", 128, 4, 8192),
     Decode("bf16", 64, 128, 4096),
     Decode("bf16", 256, 16, 8192),
     *(Decode("bf16", 128, *shape, q) for shape in ((1, 32768), (16, 8192)) for q in (4, 16)),
