@@ -110,11 +110,15 @@ def _other_rows(bursts: int, calls: int) -> list[store.Row]:
 
 
 def _child(code: str, environment: Mapping[str, str]) -> dict[str, float]:
-    """Run ``code`` in a new process; its last line is JSON."""
+    """Run ``code`` in a new process; its last line is JSON.
+
+    It may write bytecode, as pip does for what it installs, whatever holds for this process:
+    compiling the modules of a first call takes as long as all else does.
+    """
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment},
         cwd=root,
         capture_output=True,
         text=True,
