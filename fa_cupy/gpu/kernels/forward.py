@@ -53,11 +53,11 @@ _FULL_PRECISION = {np.dtype(fwd_fp32.DTYPE), np.dtype(products_fp64.DTYPE)}
 # fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
 # keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
-# Where fwd_sm90 splits the keys of plain scores, too, fwd_splitkv is for less than so many keys, and
-# for more where few rows read many bytes: there the tiles of one query are many, or very long. us on
-# an H200, 4 rows, 8 heads of keys of head_dim 128, fwd_splitkv and fwd_sm90: one entry of 8,192 keys
-# 20.5 and 18.3, of 131,072 130.5 and 137.4; 4 entries of 8,192 38.2 and 40.6, 16 of 32,768 476 and
-# 512. On an H100, with 16 queries 127 and 22, one query to 1,024 keys 12.6 and 13.7.
+# Where fwd_sm90 splits the keys of plain scores, too, fwd_splitkv is for less than so many keys,
+# and for more where few rows read many bytes: of many tiles, or very long ones. us on an H200, 4
+# rows, 8 heads of keys of head_dim 128, fwd_splitkv and fwd_sm90: one entry of 8,192 keys 20.5 and
+# 18.3, of 131,072 130.5 and 137.4; 4 entries of 8,192 38.2 and 40.6, 16 of 32,768 476 and 512. On
+# an H100, with 16 queries 127 and 22, one query to 1,024 keys 12.6 and 13.7.
 _FEW_ROWS, _MANY_KEYS = 16, 4096
 _READING_ROWS, _READING_KEYS = 8, 65536
 
