@@ -373,7 +373,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     _, family, case = measured.readme.SUMMARY[0]
     for row in rows[:2]:
         row.update(family=family, case=case)
-    assert "on one some device, in bfloat16" in measured.summary()
+    assert "on some devices, in bfloat16" in measured.summary()
     assert "1 TFLOP/s, cuDNN" in measured.summary()
     assert "     - 2.00\n" in measured.summary()
     assert "No speed of it has been measured" in measured.causal_product()
