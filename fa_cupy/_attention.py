@@ -474,12 +474,17 @@ def attention_backward(
     results, the call needs memory proportional to the lengths. Results are bitwise repeatable.
     There are no second derivatives.
 
-    Where `lse` is large (from 32 to 5,678 on, depending on the dtype and the device), the maximum
-    and the sum of the scores are computed again, and the weights from them, so that they sum to 1.
-    An `lse` over more keys than `k` has is recognised because it differs from that maximum and sum,
-    and is used as given. It is not recognised where the difference is within rounding, as with a
-    padding bias of -1e9: the weights of each part of the keys then sum to 1. The page
-    "Gradients in tiles" of the docs has the limits.
+    Where `lse` is large, the maximum and the sum of the scores are computed again, and the weights
+    from them, so that they sum to 1. An `lse` over more keys than `k` has is recognised because it
+    differs from that maximum and sum, and is used as given. It is not recognised where the
+    difference is within rounding, as with a padding bias of -1e9: the weights of each part of the
+    keys then sum to 1. These are the limits:
+
+    - CPU, and products of cuBLAS: `lse` is large from 1,024 on, and rounding is 2**-20 of it
+      (2**-48 in float64).
+    - Kernels of float64: 1,024, and 2**-48.
+    - Kernels of float32: 32, and 2**-19.
+    - Kernels of 16 bits: 5,678, and 2**-18.
 
     A query without visible keys has gradient 0 and contributes to no other gradient but that of its
     sink. Queries of a sequence whose offsets are not valid, or of a batch entry whose length is
