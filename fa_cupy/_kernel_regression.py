@@ -332,7 +332,8 @@ def _means(
     width = checks.finite(name, "h", h)
     if not (width > 0 and math.isfinite(1.0 / width / width)):
         raise ValueError(f"{name}: h is {checks.show(h)}, want a number > 0")
-    size = checks.whole(name, "patch_size", patch_size, "an odd int", range(1, 2**16, 2))
+    wanted = f"an odd int below {2**16}"
+    size = checks.whole(name, "patch_size", patch_size, wanted, range(1, 2**16, 2))
     if patch_distance is not None:
         patch_distance = checks.whole(name, "patch_distance", patch_distance, "None or an int >= 0")
     noise = checks.finite(name, "sigma", sigma, minimum=0.0)

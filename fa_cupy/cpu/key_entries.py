@@ -157,8 +157,7 @@ class PagedRows:
         sizes, steps = np.empty((2, 3, count), np.int32)
         sizes[:] = (a.shape[1],), (dim,), (dim,)
         sizes[1 if self._transposed else 2] = ends - begins
-        steps[:] = (a.strides[1],), (of_row,), (out.strides[2],)
-        steps //= itemsize
+        steps[:] = [(stride // itemsize,) for stride in (a.strides[1], of_row, out.strides[2])]
         counts = np.full(count, heads, np.int32)
         groups = blas.Groups(counts, sizes, addresses.reshape(3, -1), steps)
         blas.multiply_groups(a.dtype, groups, self._transposed)

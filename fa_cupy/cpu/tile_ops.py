@@ -258,6 +258,8 @@ class Steps:
             bias = _distinct(bias)
             self.load(wide := self.scratch("bias", bias.shape), bias)
             bias = wide
+        elif bias.dtype.itemsize > scores.dtype.itemsize:
+            bias = softcap.in_range(np, _distinct(bias), scores.dtype)
         np.add(scores, bias, out=scores, casting="unsafe")
 
     def hidden(self, mask: Array | PackedMask) -> bool:

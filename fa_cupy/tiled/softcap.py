@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,15 @@ from fa_cupy.core.attention_problem import Problem
 _CAP_MARGIN = 2.0**-24
 #: Queries take no part of a factor from here on; products are multiplied by it when they are done.
 MOST = 1e4
+
+
+def in_range(xp: Any, bias: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a bias in which numbers beyond the largest of `dtype` are that.
+
+    They stay finite so: an infinite score hides a key, or makes the row NaN.
+    """
+    largest = float(np.finfo(dtype).max)
+    return xp.where(xp.isfinite(bias), xp.clip(bias, -largest, largest), bias)
 
 
 def folds(factor: float) -> bool:
@@ -28,12 +38,15 @@ def folds(factor: float) -> bool:
 def split(factor: float) -> tuple[float, float]:
     """Return (now, later) with product `factor`: what queries are multiplied by, and products then.
 
-    `now` is at most 1 in size: queries times more than that could overflow where q.k does not.
+    `now` is at most 1 in size, 2 for factors of 2**1023 and more: queries times more than 1 could
+    overflow where q.k does not.
     `later` is a power of two, so that multiplying by it rounds nothing.
     """
     if abs(factor) <= 1:
         return factor, 1.0
     now, exponent = math.frexp(factor)
+    if exponent == sys.float_info.max_exp:  # 2**1024 is no number
+        now, exponent = 2.0 * now, exponent - 1
     return now, math.ldexp(1.0, exponent)
 
 

@@ -290,3 +290,29 @@ def test_gradients_over_parts_of_the_keys_from_a_merged_log_sum_exp(xp, dtype, o
     for x, y in zip((found[0], found[2], found[3]), want, strict=True):
         x, y = (to_numpy(a).astype(np.float64) for a in (x, y))
         assert np.abs(x - y).max() <= (limit + CLOSE[dtype]) * np.abs(y).max()
+
+
+@pytest.mark.parametrize("far", [np.finfo(np.float64).min, np.finfo(np.float64).max])
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 5), (200, 300)])
+def test_a_bias_that_float32_cannot_hold_stays_finite(xp, lengths, far):
+    """All keys have it, so that all weights are equal; as -inf it would hide them."""
+    rng = np.random.default_rng(0)
+    shapes = ((lengths[0], 8), (lengths[1], 8), (lengths[1], 8))
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    bias = np.full(lengths, far)
+    given = [*map(xp.asarray, (q, k, v, bias))]
+    out, lse = attention(*given, return_lse=True)
+    found = attention_backward(given[0], *given[:3], out, lse, given[3])
+    wanted = reference.attention(q, k, v, bias)[0], *reference.attention_backward(q, q, k, v, bias)
+    for x, want in zip((out, *found), wanted, strict=False):
+        x = x if xp is np else x.get()
+        np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_the_largest_scale():
+    x = np.random.default_rng(0).standard_normal((2, 4)) * 1e-3
+    out, lse = attention(x, x, x, return_lse=True, scale=1e308)
+    found = attention_backward(x, x, x, x, out, lse, scale=1e308)
+    wanted = reference.attention_backward(x, x, x, x, scale=1e308)
+    for gradient, want in zip(found, wanted, strict=False):
+        np.testing.assert_allclose(gradient, want, rtol=1e-12)

@@ -151,6 +151,14 @@ def test_few_queries_to_many_keys(entries, q_len, k_len, stem, shared):
     assert plan.steps[0].variant.source == f"attention/{stem}"
 
 
+def test_few_queries_that_a_window_hides_most_keys_from():
+    q, k = np.empty((16, 8, 4, 1, 64), HALF), np.empty((16, 8, 1, 8192, 64), HALF)
+    options = NO_OPTIONS | {"window": (127, 0), "causal_align": "bottom_right"}
+    problem = attention_problem.attention_problem(q, k, k, None, None, **options)
+    traits = Traits(problem, attention_problem.out_view(problem, q.shape, q.strides))
+    assert make_plan(traits, NotingLauncher(132)).steps[0].variant.source == "attention/fwd_sm90"
+
+
 def test_every_variant_has_one_for_other_pointers():
     for row in VARIANTS:
         for target in row.targets:

@@ -285,7 +285,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "dim", "need"),
     [
-        (np.float32, 136, ("q", "k", "v")),
+        (np.float32, 264, ("q", "k", "v")),
         (np.float16, 320, None),
         (np.float16, 64, ("q", "score.x")),
         (np.float16, 64, ("score.x",)),

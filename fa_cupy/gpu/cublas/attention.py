@@ -170,6 +170,8 @@ class _Steps(tile_ops.Steps):
     def add_bias(self, scores: Any, bias: Any) -> None:
         if bias.dtype == attention_problem.BFLOAT16:
             bias = elementwise.from_bfloat16(bias.view(np.uint16))
+        elif bias.dtype.itemsize > scores.dtype.itemsize:
+            bias = softcap.in_range(cupy, bias, scores.dtype)
         cupy.add(scores, bias, out=scores, casting="unsafe")
 
     def hidden(self, mask: Any) -> bool:

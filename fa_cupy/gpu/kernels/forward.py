@@ -187,7 +187,7 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
         packed = fwd_sm90.packed_heads(traits, variant.tile_m) == heads
         many_keys = problem.k_len >= _MANY_KEYS
         large = tiles >= multiprocessors // 8 or problem.k_len >= _READING_KEYS
-        reading = many_keys and large and rows <= _READING_ROWS
+        reading = many_keys and large and rows <= _READING_ROWS and problem.lower is None
         many = rows > _FEW_ROWS or (many_keys and not of_pages and not reading)
         if rows > _SPLIT_ROWS or (packed and many):
             return of_pages and fwd_sm90.boxes_of_pages(traits, variant) is None

@@ -17,7 +17,7 @@ from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem
 from fa_cupy.score import header
 from fa_cupy.score.program import BoundScore, Program, itemsize
-from fa_cupy.tiled.softcap import in_turn, transform
+from fa_cupy.tiled.softcap import in_range, in_turn, transform
 
 MAX_SCORE_ARRAYS, MAX_SCORE_AXES = 6, 4  # kMaxScoreArrays, kMaxScoreAxes
 MAX_COMPILE_COST = 12  # see `Program.compile_cost`
@@ -195,9 +195,7 @@ def with_float32_bias(xp: Any, problem: Problem, bias: Any) -> tuple[Problem, An
     Numbers beyond the largest of float32 become that, and stay finite: an infinite score hides a
     key.
     """
-    largest = float(np.finfo(np.float32).max)
-    clipped = xp.where(xp.isfinite(bias), xp.clip(bias, -largest, largest), bias)
-    bias = clipped.astype(np.float32)
+    bias = in_range(xp, bias, np.dtype(np.float32)).astype(np.float32)
     view = attention_problem.batch_view(problem, bias, problem.q_len, problem.k_len)
     return dataclasses.replace(problem, bias=view, bias_dtype=bias.dtype), bias
 

@@ -19,8 +19,10 @@ from fa_cupy.core.sparse_bias import SparseBias, Structure
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.masks import pair_lists
 from fa_cupy.gpu.masks.binding import apart
+from fa_cupy.tiled.softcap import in_range
 
 Array = Any  # cupy.ndarray
+_SINGLE = np.dtype(np.float32)
 _INDICES = {
     "coo": ("row", "col"),
     "csc": ("indices", "indptr"),
@@ -126,10 +128,10 @@ class PairPlaces:
         """Return the bias of each pair as float32, at least one."""
         data = bias.given.data
         if self._in_order and self._pairs:
-            return data.astype(np.float32)
+            return in_range(cupy, data, _SINGLE).astype(np.float32)
         found = cupy.zeros(max(1, self._pairs), np.float32)
         for pairs, elements in self._parts:
-            found[pairs] = data[elements].astype(np.float32)
+            found[pairs] = in_range(cupy, data[elements], _SINGLE).astype(np.float32)
         return found
 
     def gradient(self, bias: SparseBias, sums: Array) -> Any:
