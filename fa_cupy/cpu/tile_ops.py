@@ -89,6 +89,22 @@ class PackedMask(NamedTuple):
     keys: int
 
 
+class PackedMatrices(NamedTuple):
+    """A tile of masks whose rows follow each other without a gap, of all that are stacked."""
+
+    packed: Array  # (n, parts, bytes) uint8: eight keys each, the first one in the lowest bit
+    height: int  # rows of each part; there is one part, or this is 1
+    width: int  # keys of a row
+    rows: slice  # of those of all parts
+    keys: slice
+
+    def tile(self, elements: Array) -> Array:
+        """Return what the tile has of an array with an element for each bit."""
+        n, parts = self.packed.shape[:2]
+        of_part = elements.reshape(n, parts, -1)[:, :, : self.height * self.width]
+        return of_part.reshape(n, parts * self.height, self.width)[:, self.rows, self.keys]
+
+
 @functools.cache
 def _limits(dtype: np.dtype[Any]) -> Array:
     """Return what scores of eight keys are limited to, for each value of a byte of a mask."""
@@ -260,11 +276,14 @@ class Steps:
             bias = wide
         np.add(scores, bias, out=scores, casting="unsafe")
 
-    def hidden(self, mask: Array | PackedMask) -> bool:
+    def hidden(self, mask: Array | PackedMask | PackedMatrices) -> bool:
         return not (_distinct(mask) if isinstance(mask, np.ndarray) else mask.packed).any()
 
-    def mask_scores(self, scores: Array, mask: Array | PackedMask) -> None:
-        if isinstance(mask, PackedMask):
+    def mask_scores(self, scores: Array, mask: Array | PackedMask | PackedMatrices) -> None:
+        if isinstance(mask, PackedMatrices):
+            mask = mask._replace(packed=_distinct(mask.packed))
+            limits = mask.tile(self._limits(mask.packed))
+        elif isinstance(mask, PackedMask):
             limits = self._limits(mask.packed).reshape(*mask.packed.shape[:-1], -1)
             limits = limits[..., mask.skip : mask.skip + mask.keys]
         else:
