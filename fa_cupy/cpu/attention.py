@@ -21,7 +21,7 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.cpu import decoding, key_entries, thread_pool
+from fa_cupy.cpu import decoding, key_entries, thread_pool, wide_rows
 from fa_cupy.cpu.masks import rows as mask_rows
 from fa_cupy.cpu.masks import single
 from fa_cupy.cpu.masks.entries import dense_of
@@ -326,6 +326,7 @@ class _Tasks:
         self.parallel = self.cost > _PARALLEL_FLOP
         alone = self._layout.count * len(self._rows)
         one = [(0, problem.k_len)]
+        self._wide = mask is None and wide_rows.suits(problem)
         self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
 
     def _pack(self) -> dict[int, View]:
@@ -379,6 +380,9 @@ class _Tasks:
         stacks = self._stacks(arrays, score, entry)
         if len(self._keys) > 1:
             return self._run_parts(stacks)
+        if self._wide:
+            shared = partial(wide_rows.attend, self.problem, dtype=self._dtype)
+            stacks = [x for x in stacks if not shared(x.borrow(), parallel=self.parallel)]
         tasks = [_Task(stack, rows) for stack in stacks for rows in self._rows]
         thread_pool.run(tasks, lambda: self._work, self.parallel and len(tasks) > 1)
 

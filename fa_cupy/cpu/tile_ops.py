@@ -60,11 +60,11 @@ def _fold(factor: float, dtype: np.dtype[Any]) -> _Fold:
     """Return how queries and products of `dtype` share a factor."""
     now, later = softcap.split(factor) if abs(factor) < softcap.MOST else (1.0, factor)
     with np.errstate(all="ignore"):
-        first, second, whole = (_exact(x, dtype) for x in (now, later, factor))
+        first, second, whole = (exact(x, dtype) for x in (now, later, factor))
     return _Fold(first, second, whole, np.result_type(dtype, first.dtype))
 
 
-def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
+def exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
     """Return `factor` for a product with an array, in float64 where float32 would round it.
 
     Products with float64 take five times as long.
@@ -371,7 +371,7 @@ class Steps:
             np.divide(scores, total, out=scores)
 
     def scale(self, x: Array, factor: float) -> None:
-        np.multiply(x, _exact(factor, self.dtype), out=x, casting="unsafe")
+        np.multiply(x, exact(factor, self.dtype), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
         return chunks.triangle(size, reverse)
