@@ -219,13 +219,19 @@ def numpy_checked(case: CpuCall, arrays: Arrays) -> Call:
     """
     if case.kind != "attention" or case.permuted or arrays[0].size > _MOST_CHECKED:
         raise UnavailableError("no small call of attention")
-    from fa_cupy.core import attention_problem, dispatch
+    from fa_cupy.core import dispatch
+    from fa_cupy.core.attention_problem import ARGS, attention_problem
 
     formula = numpy(case, arrays).run
 
     def run() -> Any:
-        dispatch.to_native("attention", **dict(zip("qkv", arrays, strict=True)))
-        attention_problem.attention_problem(*arrays, None, None, is_causal=case.causal)
+        given = dict(zip("qkv", arrays, strict=True))
+        dispatch.require("attention", **given)
+        dispatch.sparse_inputs("attention", ARGS, (*arrays, None, None))
+        native = dispatch.to_native("attention", **given)
+        inputs = dispatch.dense_inputs("attention", native, [*native.arrays, None, None])
+        attention_problem(*inputs, is_causal=case.causal)
+        dispatch.backend_of(native, "attention")
         return formula()
 
     return Call(run, _same, _same)
