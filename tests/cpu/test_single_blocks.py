@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import BitMask, Score, attention
+from fa_cupy import BitMask, Score, attention, attention_backward
 from fa_cupy.core import attention_problem
 from fa_cupy.cpu import tile_ops
 from fa_cupy.cpu.masks import single
@@ -174,3 +174,30 @@ def test_repeated_calls_are_checked_once(monkeypatch):
         attention(q, k, v, mask=BitMask(stack((30, 2, 8))))
     with pytest.raises(ValueError, match="broadcast"):
         attention(q, k, v, mask=BitMask(stack((29, 4, 4))))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("shapes", SHAPES[:-3], ids=str)
+def test_gradients_are_those_under_the_array(shapes, size):
+    (queries, keys, batch), (q_len, k_len) = shapes, size
+    q = arrays(queries, q_len, k_len)[0]
+    _, k, v = arrays(keys, q_len, k_len)
+    seen = stack((*batch, *size))
+    out, lse = attention(q, k, v, mask=seen, return_lse=True)
+    mask, options = BitMask(seen), {"need": ("q", "v")}
+    for more in ({}, {"softcap": 3.0}, options):
+        wanted = attention_backward(out, q, k, v, out, lse, mask=seen, **more)
+        for threads in (1, 2):
+            with blas.threads(threads):
+                found = attention_backward(out, q, k, v, out, lse, mask=mask, **more)
+            for a, b in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_gradients_say_what_does_not_fit():
+    q, k, v = arrays((30,), 4, 4)
+    out, lse = attention(q, k, v, return_lse=True)
+    attention_backward(out, q, k, v, out, lse)
+    for shape, said in (((30, 2, 8), "mask has q_len 2, q has 4"), ((29, 4, 4), "broadcast")):
+        with pytest.raises(ValueError, match=said):
+            attention_backward(out, q, k, v, out, lse, mask=BitMask(np.ones(shape, bool)))

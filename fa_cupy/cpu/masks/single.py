@@ -45,6 +45,16 @@ def bits_of(mask: BitMask) -> Array | None:
     return found
 
 
+def array_of(mask: BitMask) -> Array | None:
+    """Return a mask with such bits as an array of bool of its shape; None for any other."""
+    bits = bits_of(mask)
+    if bits is None:
+        return None
+    q_len, k_len = mask._grid
+    seen = np.unpackbits(bits[..., 0, :], axis=-1, count=q_len * k_len, bitorder="little")
+    return np.broadcast_to(seen.view(np.bool_).reshape(*seen.shape[:-1], q_len, k_len), mask.shape)
+
+
 def _made(mask: BitMask) -> Array | None:
     grid, lists = mask._grid, mask._store.host()
     numbers = mask.entries
@@ -73,6 +83,12 @@ def _made(mask: BitMask) -> Array | None:
 def with_bits(problem: Problem, bits: Array) -> Problem:
     """Return a problem with a view of bits from `bits_of` as that of its mask."""
     return replace(problem, mask=attention_problem.batch_view(problem, bits, 1, bits.shape[-1]))
+
+
+def with_array(problem: Problem, seen: Array) -> Problem:
+    """Return a problem with a view of an array from `array_of` as that of its mask."""
+    view = attention_problem.batch_view(problem, seen, problem.q_len, problem.k_len)
+    return replace(problem, mask=view)
 
 
 @dataclass(frozen=True)
