@@ -91,22 +91,16 @@ def cached(
             return None
         facts += (x.shape, x.strides, x.dtype)
     given_mask = mask
-    if type(mask) is BitMask and k_lengths is q_offsets is k_offsets is None:
-        mask = single.array_of(mask)
-        if mask is None:
-            return None
-        facts.append(mask.shape[-2:])
+    if k_lengths is q_offsets is k_offsets is None:
+        mask = single.as_array(mask)
     if not (bias is mask is window is sinks is dlse is None):
         if (side := window_key(window)) is False:
             return None
         facts.append(side)
         for x in (bias, mask, sinks, dlse):
-            if x is None:
-                facts.append(None)
-            elif type(x) is np.ndarray:
-                facts += (x.shape, x.strides, x.dtype)
-            else:
+            if not (x is None or type(x) is np.ndarray):
                 return None
+            facts.append(None if x is None else (x.shape, x.strides, x.dtype))
     keys = None
     if not (k_lengths is q_offsets is k_offsets is None):
         keys = key_entries.key_arrays(k_lengths, None, q_offsets, k_offsets)
@@ -174,8 +168,8 @@ def backward(
         return _PlanOfParts(problem, need).run(inputs, results, empty, sinks, score, keys)
     *others, bias, mask = inputs
     if isinstance(mask, BitMask) and problem.mask is not None and not isinstance(bias, SparseBias):
-        seen = single.array_of(mask)
-        if seen is not None:
+        seen = single.as_array(mask)
+        if seen is not mask:
             inputs = (*others, bias, seen)
             problem = single.with_array(problem, seen)
     plan = _planned(problem, inputs, results, need, sinks, score)

@@ -45,11 +45,11 @@ def bits_of(mask: BitMask) -> Array | None:
     return found
 
 
-def array_of(mask: BitMask) -> Array | None:
-    """Return a mask with such bits as an array of bool of its shape; None for any other."""
-    bits = bits_of(mask)
+def as_array(mask: Any) -> Any:
+    """Return a `BitMask` with such bits as an array of bool of its shape, and all else as it is."""
+    bits = bits_of(mask) if type(mask) is BitMask else None
     if bits is None:
-        return None
+        return mask
     q_len, k_len = mask._grid
     seen = np.unpackbits(bits[..., 0, :], axis=-1, count=q_len * k_len, bitorder="little")
     return np.broadcast_to(seen.view(np.bool_).reshape(*seen.shape[:-1], q_len, k_len), mask.shape)
@@ -86,7 +86,7 @@ def with_bits(problem: Problem, bits: Array) -> Problem:
 
 
 def with_array(problem: Problem, seen: Array) -> Problem:
-    """Return a problem with a view of an array from `array_of` as that of its mask."""
+    """Return a problem with a view of an array from `as_array` as that of its mask."""
     view = attention_problem.batch_view(problem, seen, problem.q_len, problem.k_len)
     return replace(problem, mask=view)
 
