@@ -57,6 +57,15 @@ def family(name):
     ]
 
 
+def when(dates, newest, versions):
+    """A sentence with the days of some rows, and the versions of the newest run of their file."""
+    days = sorted({date[:10] for date in dates}) or [newest[:10]]
+    if days == [newest[:10]]:
+        return f"Measured on {days[0]} with {versions}."
+    span = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+    return f"Measured {span}. Versions on {newest[:10]}: {versions}."
+
+
 def speeds(wanted, picture):
     """Each device's pictures and the tables of its families that are `wanted`; "" for none.
 
@@ -69,7 +78,8 @@ def speeds(wanted, picture):
             continue
         name = header.get("cpu", header["device"])
         versions = ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
-        parts.append(f".. rubric:: {name}\n\nMeasured on {header['date'][:10]} with {versions}.\n")
+        dates = [row["date"] for row in rows if row["family"] in families and "date" in row]
+        parts.append(f".. rubric:: {name}\n\n{when(dates, header['date'], versions)}\n")
         for path in sorted(STATIC.glob(f"bench-{slug}{picture}.png")):
             parts.append(f".. image:: /_static/{path.name}\n   :alt: speeds on {name}\n")
         for f in families:
@@ -155,11 +165,19 @@ def floats():
 def split_products():
     """What products of float16 lose, and what they cost: errors are computed, speeds measured."""
     head, *rows = split_accuracy.rows()
-    # fwd_fp32_sm90 at head_dim 128, one H200, 4 sequences of 4,096 tokens: validation/NOTES.md.
-    speeds = {"1": "412 / 329", "3": "211 / 181"}
+    speeds = {"1": float_speeds("tf32"), "3": float_speeds("fp32")}
     return table(
         [*head, "TFLOP/s"], [[*row, speeds.get(row[0].partition(" ")[0], "-")] for row in rows]
     )
+
+
+def float_speeds(dtype):
+    """TFLOP/s of head_dim 128 on the H200, without and with causality; "-" for none."""
+    _, rows = results().get("h200", ({}, []))
+    own = [row for row in rows if (row["family"], row["impl"]) == (FLOATS[0], "fa_cupy")]
+    found = {row["case"]: row["value"] for row in own if "failed" not in row}
+    cases = [f"{dtype} hd128 {mask} 4096x4" for mask in ("full", "causal")]
+    return " / ".join(f"{found[case]:.0f}" for case in cases if case in found) or "-"
 
 
 def graphs():

@@ -56,7 +56,8 @@ def attention(
     ----------
     q : array, shape (..., Lq, D)
         Queries: an array of NumPy, CuPy or any library that supports DLPack (PyTorch, JAX, ...), of
-        dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. Any strides.
+        dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. They may have any
+        strides.
     k : array, shape (..., Lk, D)
         Keys, of the same library, device and dtype.
     v : array, shape (..., Lk, Dv)
@@ -64,11 +65,11 @@ def attention(
         heads (axis -3) than the queries, if their number divides that of the queries: grouped-query
         attention.
     bias : array, broadcastable to (..., Lq, Lk), or sparse matrix, shape (Lq, Lk), optional
-        Added to the scores; any of the four dtypes. Of a sparse array or matrix, of SciPy or with
-        arrays on a GPU of CuPy, the stored elements are added, stored zeros too. Without `mask` a
-        query attends to the keys of its stored elements, and to no others. With `mask`, pairs
-        without a stored element have a bias of 0. On the CPU, several elements of one pair are
-        summed. All batch entries and heads share the matrix.
+        Added to the scores; any of the four dtypes. A sparse matrix or array is one of SciPy, or of
+        CuPy where the arrays are on a GPU. Its stored elements are added to the scores of their
+        pairs, zeros included. Without `mask` a query attends to the keys of its stored elements,
+        and to no others. With `mask`, pairs without a stored element have a bias of 0. On the CPU,
+        several elements of one pair are summed. All batch entries and heads share the matrix.
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
@@ -139,12 +140,13 @@ def attention(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for dims above 256, for a `score` together
-        with a softcap or a bias and for lengths, pages and offsets in the memory of the host (the
-        capture can go on), and in a capture mode other than "relaxed" for the first call with a
-        `BitMask`, which takes memory from the driver. For a sparse `bias` on a GPU: in a capture,
-        for float64 and for dims above 256. For a `score` with `i` or `j` and offsets on a GPU,
-        where no kernel serves the call.
+        During the capture of a CUDA graph, for calls that the page "CUDA graphs" of the docs lists
+        as not captured: dims above 256, a `score` together with a softcap or a bias, a sparse
+        `bias`, and lengths, pages and offsets in the memory of the host. The capture can go on
+        then. In a capture mode other than "relaxed" the first call with a `BitMask` raises it too,
+        because it takes memory from the driver, and the capture ends. Outside of a capture, for a
+        sparse `bias` on a GPU in float64 or with dims above 256, and for a `score` with `i` or `j`
+        and offsets on a GPU.
 
     See Also
     --------
@@ -456,12 +458,11 @@ def attention_backward(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for dims above 256 (before Hopper, and in
-        float32 with the gradient of a `bias`, above 128 in float32 and float64) and, in 16 bits,
-        for dims that are not multiples of 8; for the gradient of an array of a `score`; with a
-        `score` or a `BitMask` as for `attention`. For a sparse `bias` on a GPU: as for `attention`,
-        and also with `sinks`, for gradients of arrays of a `score`, and for masks of heads
-        that share keys. With offsets on a GPU: as for `attention`.
+        During the capture of a CUDA graph, for calls that the page "CUDA graphs" of the docs lists
+        as not captured: what `attention` does not capture, the gradient of an array of a `score`,
+        and some dims. Outside of a capture, for what `attention` raises it for; for a sparse `bias`
+        on a GPU also with `sinks`, for gradients of arrays of a `score`, and for masks of heads
+        that share keys.
 
     See Also
     --------
@@ -473,12 +474,17 @@ def attention_backward(
     results, the call needs memory proportional to the lengths. Results are bitwise repeatable.
     There are no second derivatives.
 
-    Where `lse` is large (beyond 1,024; in kernels of 16 bits 5,678, in those of float32 32), the
-    maximum and the sum of the scores are computed again, and the weights from them, so that they
-    sum to 1. An `lse` over more keys than `k` has is recognised because it differs from that
-    maximum and sum, and is used as given. It is not recognised where the difference is within
-    rounding (2**-20 of `lse`, 2**-48 in float64; in kernels of 16 bits 2**-18, in those of float32
-    2**-19), as with a padding bias of -1e9: the weights of each part of the keys then sum to 1.
+    Where `lse` is large, the maximum and the sum of the scores are computed again, and the weights
+    from them, so that they sum to 1. An `lse` over more keys than `k` has is recognised because it
+    differs from that maximum and sum, and is used as given. It is not recognised where the
+    difference is within rounding, as with a padding bias of -1e9: the weights of each part of the
+    keys then sum to 1. These are the limits:
+
+    - CPU, and products of cuBLAS: `lse` is large from 1,024 on, and rounding is 2**-20 of it
+      (2**-48 in float64).
+    - Kernels of float64: 1,024, and 2**-48.
+    - Kernels of float32: 32, and 2**-19.
+    - Kernels of 16 bits: 5,678, and 2**-18.
 
     A query without visible keys has gradient 0 and contributes to no other gradient but that of its
     sink. Queries of a sequence whose offsets are not valid, or of a batch entry whose length is

@@ -32,7 +32,7 @@ SUMMARY = (
     ("Mask of sixteen documents", "attention_sparse", "bf16 hd128 documents-16 8192x1"),
     ("Decoding, 16 sequences of 32,768 keys", "attention_decode", "bf16 hd128 B16 kv32768"),
     ("Packed sequences, causal", "attention_packed_fwd", "bf16 hd128 causal 8x512-8192"),
-    ("Packed sequences, gradients", "attention_packed_bwd", "bf16 hd128 causal 8x512-8192"),
+    ("Packed sequences, gradients, causal", "attention_packed_bwd", "bf16 hd128 causal 8x512-8192"),
     ("Causal product", "causal_product_fwd", "bf16 E64 4096x8 h16"),
     ("Gradients of the causal product", "causal_product_bwd", "bf16 E64 4096x8 h16"),
     ("Causal product, float32", "causal_product_fwd", "fp32 E64 4096x8 h16"),
@@ -54,6 +54,7 @@ PEERS = {
     "torch": "PyTorch",
     "torch_chunk": "PyTorch",
     "torch_plain": "PyTorch",
+    "jax_plain": "JAX",
     "plain_cupy": "CuPy",
     "jax": "JAX",
     "numpy": "NumPy",
@@ -192,7 +193,7 @@ def summary(family: Family = stored) -> Table | None:
         return None
     # Most rows are of one device, which is named once.
     usual = max(devices, key=devices.count)
-    head = (f"on one {usual}, in bfloat16", "fa_cupy", "fastest peer", "times as fast")
+    head = (f"on {usual}s, in bfloat16", "fa_cupy", "fastest peer", "times as fast")
     return Table(head, [[cell.replace(f" ({usual})", "") for cell in row] for row in lines])
 
 

@@ -475,17 +475,17 @@ CASES["linear_attention: out strided"] = linear_of("relu", out="strided")
 CASES["linear_attention: out dense"] = linear_of("relu", SINGLE, out="dense")
 
 
-def keyed_of(dtype=HALF, q_len=1, layout="dense", size=None, **options):
+def keyed_of(dtype=HALF, q_len=1, layout="dense", size=None, keys=640, **options):
     """With lengths, and pages if they have a size: other ones in every round."""
 
     def build(new):
         q = new(3, 8, q_len, 64, dtype=dtype)
-        shape = (3, 2, 640, 64) if size is None else (17, 2, size, 64)
+        shape = (3, 2, keys, 64) if size is None else (17, 2, size, 64)
         k, v = new(*shape, dtype=dtype, layout=layout), new(*shape, dtype=dtype)
-        keys = {"k_lengths": new.integers((3,), 0, 640)}
+        places = {"k_lengths": new.integers((3,), 0, keys)}
         if size is not None:
-            keys["page_table"] = new.integers((3, 640 // size), 0, 16, np.int64)
-        return lambda: fa_cupy.attention(q, k, v, return_lse=True, **keys, **options)
+            places["page_table"] = new.integers((3, keys // size), 0, 16, np.int64)
+        return lambda: fa_cupy.attention(q, k, v, return_lse=True, **places, **options)
 
     return build
 
@@ -500,6 +500,10 @@ CASES["attention with lengths, one query of float64"] = keyed_of(DOUBLE)
 CASES["attention with pages, float32"] = keyed_of(SINGLE, 70, size=16)
 CASES["attention with pages"] = keyed_of(size=64)
 CASES["attention with pages, many queries"] = keyed_of(q_len=70, size=16)
+for _keys, _size in ((8192, None), (8192, 64), (65536, None)):  # by fwd_sm90, fwd_splitkv and it
+    for _q_len in (1, 4):
+        _name = f"attention of {_q_len} queries with lengths to {_keys} keys, pages of {_size}"
+        CASES[_name] = keyed_of(BFLOAT16, _q_len, size=_size, keys=_keys)
 
 
 @case("KVCache")

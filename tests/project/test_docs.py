@@ -344,11 +344,29 @@ def test_pictures_can_be_drawn(tmp_path):
     assert drawn == {path.name for path in (DOCS / "_static").glob("*.svg")}
 
 
-def test_tables_without_measurements_say_so(monkeypatch):
+@pytest.fixture
+def measured():
     pytest.importorskip("validation.report")
     spec = importlib.util.spec_from_file_location("measured", DOCS / "measured.py")
-    measured = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(measured)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_tables_have_the_days_of_their_own_rows(measured):
+    newest = "2000-01-03T00:00:00Z"
+    old = ["2000-01-02T05:00:00Z", "2000-01-01T00:00:00Z"]
+    assert measured.when([newest], newest, "numpy 2") == "Measured on 2000-01-03 with numpy 2."
+    assert measured.when([], newest, "numpy 2") == "Measured on 2000-01-03 with numpy 2."
+    assert measured.when(old, newest, "numpy 2") == (
+        "Measured from 2000-01-01 to 2000-01-02. Versions on 2000-01-03: numpy 2."
+    )
+    assert measured.when(old[:1], newest, "numpy 2") == (
+        "Measured on 2000-01-02. Versions on 2000-01-03: numpy 2."
+    )
+
+
+def test_tables_without_measurements_say_so(measured, monkeypatch):
     monkeypatch.setattr(measured, "results", dict)
     assert "No speed has been measured" in measured.benchmarks()
     assert "No speed has been measured" in measured.summary()
@@ -373,7 +391,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     _, family, case = measured.readme.SUMMARY[0]
     for row in rows[:2]:
         row.update(family=family, case=case)
-    assert "on one some device, in bfloat16" in measured.summary()
+    assert "on some devices, in bfloat16" in measured.summary()
     assert "1 TFLOP/s, cuDNN" in measured.summary()
     assert "     - 2.00\n" in measured.summary()
     assert "No speed of it has been measured" in measured.causal_product()
