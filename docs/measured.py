@@ -194,10 +194,17 @@ CPU_TABLES = {
     "Attention": ("attention",),
     "Gradients of attention": ("gradients",),
     "Causal products and their gradients": ("causal_product", "causal_product_gradients"),
+    "One row of linear attention": ("linear_attention",),
     "One query": ("decode",),
     "Masks": ("masked", "from_dense"),
 }
-CPU_COLUMNS = {"fa_cupy": "fa_cupy", "torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
+CPU_COLUMNS = {
+    "fa_cupy": "fa_cupy",
+    "torch": "PyTorch",
+    "jax": "JAX",
+    "numpy": "NumPy",
+    "numpy_checked": "with checks",
+}
 
 
 def cpu_small():

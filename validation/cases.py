@@ -350,8 +350,9 @@ class CpuCall:
     """One call on the CPU, whatever it computes.
 
     The kind is "attention", "gradients" of it, "causal_product", "causal_product_gradients",
-    "decode" (attention of one query), "masked" (attention under a mask) or "from_dense" (making
-    a mask of an array). The shape is that of keys and values and, except of decoding, of queries.
+    "decode" (attention of one query), "masked" (attention under a mask), "from_dense" (making
+    a mask of an array) or "linear_attention" (one row of it, with a state that it takes and
+    returns). The shape is that of keys and values and, except of decoding, of queries.
 
     A mask is "none", or random: "array 0.5" is an array of bool of that density, "elements 0.5"
     the same as a `BitMask`, "blocks 0.5" one of blocks of 128 x 128. Many small matrices have a
@@ -544,6 +545,7 @@ CPU_SMALL = (
     *(CpuCall("gradients", _EIGHT_HEADS[n]) for n in (16, 64, 256, 1024)),
     *(CpuCall("causal_product", _EIGHT_HEADS[n]) for n in (16, 64, 256, 1024)),
     CpuCall("causal_product_gradients", _EIGHT_HEADS[256]),
+    *(CpuCall("linear_attention", (1, heads, 1, 64)) for heads in (1, 8)),
     *(CpuCall("decode", (1, 32, n, 128)) for n in (128, 512, 2048, 8192)),
     *(CpuCall("decode", (1, 32, 8192, 128), dtype) for dtype in ("bf16", "fp16")),
     CpuCall("decode", (1, 8, 8192, 128), query_heads=32),

@@ -2,7 +2,7 @@
 
 Each implementation is what one would write with its library. Arrays are q, k and v, for gradients
 with dout before them, under a mask with that array of bool after them; of "from_dense" they are
-the array alone.
+the array alone. Of "linear_attention", the state is the fourth array.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from validation.peers import Call, UnavailableError
 Arrays = tuple[Any, ...]
 _BLOCK = 128
 _CHUNKS = (16, 32, 64, 128, 256)  # rows
+_MOST_CHECKED = 1 << 15  # elements; calls with more take much longer than their checks
+_EPS = 1e-6  # what `linear_attention` adds to sums of weights
 #: Chunks of the size that is chosen are timed again, in turn with the other implementations.
 _CHOICE = timing.Sampling(burst_ms=1, rounds=8, statistic="minimum")
 
@@ -34,11 +36,23 @@ def random_numpy(case: CpuCall, seed: int) -> Arrays:
     scale = case.head_dim**-0.5 if case.kind.startswith("causal_product") else 1.0
     dout = (peers.normal(np, rng, case.query_shape, case.dtype),) * case.backward
     q = peers.normal(np, rng, case.query_shape, case.dtype, scale)
+    if case.kind == "linear_attention":
+        return q, *_keys_and_state(case, rng)
     k, v = (peers.normal(np, rng, case.shape, case.dtype) for _ in range(2))
     if case.permuted:
         axes = *reversed(range(k.ndim - 2)), k.ndim - 2, k.ndim - 1
         k, v = k.transpose(axes), v.transpose(axes)
     return *dout, q, k, v, *mask
+
+
+def _keys_and_state(case: CpuCall, rng: np.random.Generator) -> Arrays:
+    """Keys and values of one row, and the state after a hundred other rows."""
+    *batch, _, dim = case.shape
+    before = [peers.normal(np, rng, (*batch, 100, dim), case.dtype) for _ in range(2)]
+    k, v = (peers.normal(np, rng, case.shape, case.dtype) for _ in range(2))
+    features, ones = np.exp(np.minimum(before[0], 0)), np.ones((*batch, 100, 1), np.float32)
+    features += np.maximum(before[0], 0)
+    return k, v, features.swapaxes(-1, -2) @ np.concatenate([before[1], ones], -1)
 
 
 def _mask(case: CpuCall, rng: np.random.Generator) -> np.ndarray:
@@ -66,6 +80,10 @@ def fa_cupy(case: CpuCall, arrays: Arrays) -> Call:
 
     if case.kind == "from_dense":
         return Call(lambda: package.BitMask.from_dense(*arrays), _same, _same)
+    if case.kind == "linear_attention":
+        q, k, v, state = arrays
+        options = {"initial_state": state, "return_state": True}
+        return Call(lambda: package.linear_attention(q, k, v, **options), _same, _same)
     given, mask = _split(case, arrays)
     if mask is not None and not case.mask.startswith("array"):
         mask = package.BitMask.from_dense(mask)
@@ -88,6 +106,12 @@ def torch(case: CpuCall, arrays: Arrays) -> Call:
     _makes_no_masks(case)
     torch = peers.module("torch")
     torch.set_num_threads(thread_pool.processors())
+    if case.kind == "linear_attention":
+        tensors = [torch.from_numpy(x) for x in arrays]
+        return Call(
+            lambda: _linear_step(torch, torch.cat, *tensors),
+            lambda found: tuple(x.numpy() for x in found), _same,
+        )  # fmt: skip
     given, mask = _split(case, arrays)
 
     def bound(forward: Callable[..., Any]) -> Call:
@@ -108,8 +132,15 @@ def jax(case: CpuCall, arrays: Arrays) -> Call:
     if case.permuted:
         raise UnavailableError("arrays have no strides")
     jax, jnp = peers.module("jax"), peers.module("jax.numpy")
-    given, mask = _split(case, arrays)
     cpu = jax.devices("cpu")[0]
+    if case.kind == "linear_attention":
+        ready = [jax.device_put(x, cpu) for x in arrays]
+        step = jax.jit(lambda *given: _linear_step(jnp, jnp.concatenate, *given))
+        return Call(
+            lambda: jax.block_until_ready(step(*ready)),
+            lambda found: tuple(map(np.asarray, found)), _same,
+        )  # fmt: skip
+    given, mask = _split(case, arrays)
     *dout, q, k, v = (jax.device_put(x, cpu) for x in given)
     visible = () if mask is None else (jax.device_put(mask, cpu),)
 
@@ -150,6 +181,8 @@ def jax(case: CpuCall, arrays: Arrays) -> Call:
 def numpy(case: CpuCall, arrays: Arrays) -> Call:
     """The formula in some lines of NumPy, with all scores in memory."""
     _makes_no_masks(case)
+    if case.kind == "linear_attention":
+        return Call(lambda: _linear_step(np, np.concatenate, *arrays), _same, _same)
     given, mask = _split(case, arrays)
     if case.kind == "causal_product":
         return _in_chunks(
@@ -179,11 +212,37 @@ def numpy(case: CpuCall, arrays: Arrays) -> Call:
     return Call(decode, _same, _same)
 
 
+def numpy_checked(case: CpuCall, arrays: Arrays) -> Call:
+    """The formula of `numpy`, behind the checks of arguments that each new call of fa_cupy makes.
+
+    They say what is wrong in one line, which a formula alone does not.
+    """
+    if case.kind != "attention" or case.permuted or arrays[0].size > _MOST_CHECKED:
+        raise UnavailableError("no small call of attention")
+    from fa_cupy.core import dispatch
+    from fa_cupy.core.attention_problem import ARGS, attention_problem
+
+    formula = numpy(case, arrays).run
+
+    def run() -> Any:
+        given = dict(zip("qkv", arrays, strict=True))
+        dispatch.require("attention", **given)
+        dispatch.sparse_inputs("attention", ARGS, (*arrays, None, None))
+        native = dispatch.to_native("attention", **given)
+        inputs = dispatch.dense_inputs("attention", native, [*native.arrays, None, None])
+        attention_problem(*inputs, is_causal=case.causal)
+        dispatch.backend_of(native, "attention")
+        return formula()
+
+    return Call(run, _same, _same)
+
+
 IMPLS: dict[str, Callable[[CpuCall, Arrays], Call]] = {
     "fa_cupy": fa_cupy,
     "torch": torch,
     "jax": jax,
     "numpy": numpy,
+    "numpy_checked": numpy_checked,
 }
 
 
@@ -281,6 +340,17 @@ def _attention_gradients(
     return dq, dk, dv
 
 
+def _linear_step(
+    xp: Any, concatenate: Callable[..., Any], q: Any, k: Any, v: Any, state: Any
+) -> tuple[Any, Any]:
+    """One row of linear attention with ``elu(x) + 1`` as features; its output and the new state."""
+    x, y = (xp.where(a > 0, a + 1, xp.exp(a)) for a in (q, k))
+    ones = xp.ones((*v.shape[:-1], 1), dtype=v.dtype)
+    state = state + y.swapaxes(-1, -2) * concatenate([v, ones], -1)
+    sums = x @ state
+    return sums[..., :-1] / (sums[..., -1:] + _EPS), state
+
+
 def _product_gradients(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Arrays:
     scores = np.tril(q @ k.swapaxes(-1, -2))
     ds = np.tril(dout @ v.swapaxes(-1, -2))
@@ -295,12 +365,27 @@ def check(case: CpuCall, arrays: Arrays) -> Check:
     """
     if case.kind == "from_dense":
         return lambda mask: 0.0 if np.array_equal(mask.to_dense(), arrays[0]) else float("inf")
+    if case.kind == "linear_attention":
+        return _step_check(case, arrays)
     if case.kind.startswith("causal_product"):
         return checks.product_check(case, arrays)
     if case.kind == "gradients":
         dout, *qkv = arrays
         return checks.backward_check(case, (*qkv, dout))
     return _attention_check(case, arrays)
+
+
+def _step_check(case: CpuCall, arrays: Arrays) -> Check:
+    """The larger relative Frobenius error of output and state, inf where one is not finite."""
+    wanted = _linear_step(np, np.concatenate, *(x.astype(np.float64) for x in arrays))
+
+    def error(found: Any) -> float:
+        if not all(checks.all_finite(case.dtype, x) for x in found):
+            return float("inf")
+        pairs = zip(found, wanted, strict=True)
+        return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))
+
+    return error
 
 
 def _attention_check(case: CpuCall, arrays: Arrays) -> Check:

@@ -21,8 +21,9 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.cpu import decoding, key_entries, thread_pool
+from fa_cupy.cpu import decoding, key_entries, thread_pool, wide_rows
 from fa_cupy.cpu.masks import rows as mask_rows
+from fa_cupy.cpu.masks import single
 from fa_cupy.cpu.masks.entries import dense_of
 from fa_cupy.cpu.masks.thin import Pairs
 from fa_cupy.cpu.masks.tiles import MaskTiles
@@ -94,9 +95,13 @@ def cached(
         "attention", "numpy", q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape,
         v.strides, v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
+    bits = None
     if bias is not None or mask is not None or sinks is not None or window is not None:
         extra = [window_key(window)]
-        for x in (bias, mask, sinks):
+        if type(mask) is BitMask and k_lengths is page_table is q_offsets is k_offsets is None:
+            bits = single.bits_of(mask)
+            extra.append((mask._grid, mask.entries.shape))
+        for x in (bias, mask if bits is None else bits, sinks):
             if not (x is None or type(x) is np.ndarray):
                 return None
             extra.append(None if x is None else (x.shape, x.strides, x.dtype))
@@ -118,10 +123,10 @@ def cached(
             window=window, softcap=softcap, sinks=sinks, precision=precision, k_lengths=k_lengths,
             page_table=page_table, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
-        call = remember(key, Call(problem, q))
+        call = remember(key, Call(problem, q, bits=bits))
     if keys is not None:
         key_entries.check(call.problem, keys)
-    result, lse = call(q, k, v, bias, mask, None, sinks, keys=keys)
+    result, lse = call(q, k, v, bias, mask if bits is None else bits, None, sinks, keys=keys)
     return (result, lse) if return_lse else result
 
 
@@ -165,14 +170,18 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
-    small = isinstance(mask, BitMask) and problem.mask is not None and mask._grid.is_small
+    bits = None
     # A sparse bias has an element for each pair of a matrix, whose queries stay as they are.
-    if isinstance(mask, BitMask) and small and not isinstance(bias, SparseBias):
-        mask = mask_rows.of_small(mask)
-        seen = attention_problem.batch_view(problem, mask, problem.q_len, problem.k_len)
-        problem = replace(problem, mask=seen)
-    bits = mask if isinstance(mask, BitMask) else None
-    call = Call(problem, q, None if out is None else out.strides, bits)
+    if isinstance(mask, BitMask) and problem.mask is not None and not isinstance(bias, SparseBias):
+        if keys is None:
+            bits = single.bits_of(mask)
+        elif mask._grid.is_small:
+            mask = mask_rows.of_small(mask)
+            seen = attention_problem.batch_view(problem, mask, problem.q_len, problem.k_len)
+            problem = replace(problem, mask=seen)
+    mask = mask if bits is None else bits
+    blocks = mask if isinstance(mask, BitMask) else None
+    call = Call(problem, q, None if out is None else out.strides, blocks, bits)
     out, lse = call(q, k, v, bias, mask, out, sinks, score, keys)
     return out, lse if return_lse else None
 
@@ -204,6 +213,8 @@ class Call:
         Of the output; by default it lies in memory as the queries do.
     mask : BitMask, optional
         The mask of the only call, if it is one of bits.
+    bits : ndarray of uint8, optional
+        From `cpu.masks.single.bits_of`: calls have such a mask in place of an array of bool.
     """
 
     def __init__(
@@ -212,6 +223,7 @@ class Call:
         q: Array,
         strides: tuple[int, ...] | None = None,
         mask: BitMask | None = None,
+        bits: Array | None = None,
     ) -> None:
         self._dtype = dtype = attention_problem.sum_dtype(problem.dtype)
         shape, self._out_dtype = problem.out_shape, problem.dtype
@@ -234,7 +246,7 @@ class Call:
         if problem.offsets is not None:
             self._tasks = SequenceTasks(problem, out_views, dtype, _Tasks, Call)
         elif problem.k_lengths is None and problem.pages is None:
-            self._tasks = _Tasks(problem, out_views, dtype, mask)
+            self._tasks = _Tasks(problem, out_views, dtype, mask, bits)
         else:
             self._tasks = _EntryTasks(problem, out_views, dtype)
 
@@ -274,8 +286,12 @@ class _Tasks:
         out_views: Sequence[View],
         dtype: np.dtype[Any],
         mask: BitMask | None,
+        bits: Array | None = None,
     ) -> None:
         self._dtype = dtype
+        self._height = 0 if bits is None else problem.q_len  # rows of what `bits` has together
+        if bits is not None:
+            problem = single.with_bits(problem, bits)
         self.problem = problem
         out, lse = out_views
         if mask is None:
@@ -310,6 +326,7 @@ class _Tasks:
         self.parallel = self.cost > _PARALLEL_FLOP
         alone = self._layout.count * len(self._rows)
         one = [(0, problem.k_len)]
+        self._wide = mask is None and wide_rows.suits(problem)
         self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
 
     def _pack(self) -> dict[int, View]:
@@ -363,6 +380,9 @@ class _Tasks:
         stacks = self._stacks(arrays, score, entry)
         if len(self._keys) > 1:
             return self._run_parts(stacks)
+        if self._wide:
+            shared = partial(wide_rows.attend, self.problem, dtype=self._dtype)
+            stacks = [x for x in stacks if not shared(x.borrow(), parallel=self.parallel)]
         tasks = [_Task(stack, rows) for stack in stacks for rows in self._rows]
         thread_pool.run(tasks, lambda: self._work, self.parallel and len(tasks) > 1)
 
@@ -410,6 +430,8 @@ class _Tasks:
             stacks = mask_rows.of_one_matrix(bits, stacks)
         for x in stacks:
             pairs = None
+            if self._height:
+                x[4] = single.MatrixMask(x[4], self._height, self.problem.k_len)
             if bits is not None and self.problem.k_len:
                 matrix = int(x[4][0, 0, 0])
                 if matrix not in by_pairs:

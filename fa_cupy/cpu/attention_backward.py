@@ -17,7 +17,7 @@ from fa_cupy.core import attention_problem
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias, Sums
 from fa_cupy.cpu import blas, key_entries, thread_pool
-from fa_cupy.cpu.masks import entries, entries_backward
+from fa_cupy.cpu.masks import entries, entries_backward, single
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
 from fa_cupy.cpu.packed.groups import Group, grouped
@@ -90,17 +90,17 @@ def cached(
         if type(x) is not np.ndarray:
             return None
         facts += (x.shape, x.strides, x.dtype)
+    given_mask = mask
+    if k_lengths is q_offsets is k_offsets is None:
+        mask = single.as_array(mask)
     if not (bias is mask is window is sinks is dlse is None):
         if (side := window_key(window)) is False:
             return None
         facts.append(side)
         for x in (bias, mask, sinks, dlse):
-            if x is None:
-                facts.append(None)
-            elif type(x) is np.ndarray:
-                facts += (x.shape, x.strides, x.dtype)
-            else:
+            if not (x is None or type(x) is np.ndarray):
                 return None
+            facts.append(None if x is None else (x.shape, x.strides, x.dtype))
     keys = None
     if not (k_lengths is q_offsets is k_offsets is None):
         keys = key_entries.key_arrays(k_lengths, None, q_offsets, k_offsets)
@@ -113,10 +113,12 @@ def cached(
     plan, inputs, results = lookup(key), (q, k, v, bias, mask), (out, lse, dout, dlse)
     if plan is None:
         problem = attention_problem.gradient_problem(
-            inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap, sinks=sinks, k_lengths=k_lengths, q_offsets=q_offsets,
-            k_offsets=k_offsets,
+            (*inputs[:4], given_mask), *results, _NAME, scale=scale, is_causal=is_causal,
+            causal_align=causal_align, window=window, softcap=softcap, sinks=sinks,
+            k_lengths=k_lengths, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
+        if mask is not given_mask:
+            problem = single.with_array(problem, mask)
         given = {"bias": bias, "sinks": sinks} if need is None else {}
         wanted = (*_INPUTS, *(name for name, x in given.items() if x is not None))
         if keys is not None:
@@ -164,6 +166,12 @@ def backward(
     """
     if keys is not None:
         return _PlanOfParts(problem, need).run(inputs, results, empty, sinks, score, keys)
+    *others, bias, mask = inputs
+    if isinstance(mask, BitMask) and problem.mask is not None and not isinstance(bias, SparseBias):
+        seen = single.as_array(mask)
+        if seen is not mask:
+            inputs = (*others, bias, seen)
+            problem = single.with_array(problem, seen)
     plan = _planned(problem, inputs, results, need, sinks, score)
     return _run(plan, inputs, results, empty, sinks, score)
 

@@ -60,11 +60,11 @@ def _fold(factor: float, dtype: np.dtype[Any]) -> _Fold:
     """Return how queries and products of `dtype` share a factor."""
     now, later = softcap.split(factor) if abs(factor) < softcap.MOST else (1.0, factor)
     with np.errstate(all="ignore"):
-        first, second, whole = (_exact(x, dtype) for x in (now, later, factor))
+        first, second, whole = (exact(x, dtype) for x in (now, later, factor))
     return _Fold(first, second, whole, np.result_type(dtype, first.dtype))
 
 
-def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
+def exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
     """Return `factor` for a product with an array, in float64 where float32 would round it.
 
     Products with float64 take five times as long.
@@ -87,6 +87,22 @@ class PackedMask(NamedTuple):
     packed: Array  # (n, rows, bytes) uint8: eight keys each, the first one in the lowest bit
     skip: int  # bits of each row before the first key
     keys: int
+
+
+class PackedMatrices(NamedTuple):
+    """A tile of masks whose rows follow each other without a gap, of all that are stacked."""
+
+    packed: Array  # (n, parts, bytes) uint8: eight keys each, the first one in the lowest bit
+    height: int  # rows of each part; there is one part, or this is 1
+    width: int  # keys of a row
+    rows: slice  # of those of all parts
+    keys: slice
+
+    def tile(self, elements: Array) -> Array:
+        """Return what the tile has of an array with an element for each bit."""
+        n, parts = self.packed.shape[:2]
+        of_part = elements.reshape(n, parts, -1)[:, :, : self.height * self.width]
+        return of_part.reshape(n, parts * self.height, self.width)[:, self.rows, self.keys]
 
 
 @functools.cache
@@ -262,11 +278,14 @@ class Steps:
             bias = softcap.in_range(np, _distinct(bias), scores.dtype)
         np.add(scores, bias, out=scores, casting="unsafe")
 
-    def hidden(self, mask: Array | PackedMask) -> bool:
+    def hidden(self, mask: Array | PackedMask | PackedMatrices) -> bool:
         return not (_distinct(mask) if isinstance(mask, np.ndarray) else mask.packed).any()
 
-    def mask_scores(self, scores: Array, mask: Array | PackedMask) -> None:
-        if isinstance(mask, PackedMask):
+    def mask_scores(self, scores: Array, mask: Array | PackedMask | PackedMatrices) -> None:
+        if isinstance(mask, PackedMatrices):
+            mask = mask._replace(packed=_distinct(mask.packed))
+            limits = mask.tile(self._limits(mask.packed))
+        elif isinstance(mask, PackedMask):
             limits = self._limits(mask.packed).reshape(*mask.packed.shape[:-1], -1)
             limits = limits[..., mask.skip : mask.skip + mask.keys]
         else:
@@ -354,7 +373,7 @@ class Steps:
             np.divide(scores, total, out=scores)
 
     def scale(self, x: Array, factor: float) -> None:
-        np.multiply(x, _exact(factor, self.dtype), out=x, casting="unsafe")
+        np.multiply(x, exact(factor, self.dtype), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
         return chunks.triangle(size, reverse)

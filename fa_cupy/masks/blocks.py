@@ -61,6 +61,11 @@ class Grid(NamedTuple):
         one_block = max(self) <= BLOCK
         return one_block and 0 < self.q_len * self.k_len < entries.LEAST_BITS
 
+    @property
+    def is_single(self) -> bool:
+        """Whether a matrix is a single block."""
+        return self.q_tiles * self.k_tiles == 1
+
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """Yield (q_tile, begin, end) of each row of blocks, `end` within the matrix."""
         for q_tile in range(self.q_tiles):

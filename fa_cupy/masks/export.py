@@ -86,8 +86,8 @@ def block_states(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[n
 
 def dense(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[np.bool_]:
     """Return the mask as an array of bool, shape (..., q_len, k_len)."""
-    if grid.is_small:
-        return of_small(grid, lists, entries.reshape(-1)).reshape(*entries.shape, *grid)
+    if grid.is_single:
+        return of_single(grid, lists, entries.reshape(-1)).reshape(*entries.shape, *grid)
     seen = np.empty((*entries.shape, *grid), np.bool_)
     whole = np.empty((BLOCK, grid.k_tiles, BLOCK), np.bool_)
     for index in np.ndindex(entries.shape):
@@ -121,6 +121,18 @@ def of_small(grid: Grid, lists: BlockLists, numbers: Array) -> npt.NDArray[np.bo
     found = seen.reshape(len(numbers), *grid)
     found[lists.full_begin[numbers + 1] > lists.full_begin[numbers]] = True
     return found
+
+
+def of_single(grid: Grid, lists: BlockLists, numbers: Array) -> npt.NDArray[np.bool_]:
+    """Return matrices of a single block (`Grid.is_single`) as an array."""
+    seen = of_small(grid, lists, numbers)
+    begin = lists.partial_begin
+    partial = np.flatnonzero(begin[numbers + 1] > begin[numbers])
+    for part in chunks(len(partial)):
+        at = partial[part]
+        rows = layouts.row_bytes(lists.words[begin[numbers[at]]])[:, : grid.q_len]
+        seen[at] = np.unpackbits(rows, axis=2, count=grid.k_len, bitorder="little")
+    return seen
 
 
 def sums(grid: Grid, lists: BlockLists, entries: Array, axes: Sequence[int]) -> Array:

@@ -11,7 +11,7 @@ from scipy import sparse
 
 from fa_cupy import BitMask, Score, attention, layouts
 from fa_cupy.cpu import tile_ops
-from fa_cupy.cpu.masks import entries, rows, thin
+from fa_cupy.cpu.masks import entries, rows, single, thin
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.masks import entries as mask_entries
@@ -220,6 +220,7 @@ def test_thin_blocks_agree_with_the_reference(case, seed, segment):
         mock.patch.object(thin, "any_of", return_value=True),
         mock.patch.object(rows, "_is_single", return_value=False),
         mock.patch.object(Grid, "is_small", False),
+        mock.patch.object(single, "bits_of", return_value=None),
     ):
         mask = BitMask.from_dense(case.mask)
         out, lse = attention(*case.native(np)[:4], mask, return_lse=True, **case.options)

@@ -36,6 +36,7 @@ TINY = (
     CpuCall("gradients", (1, 3, 32, 8)),
     CpuCall("causal_product", (1, 2, 64, 8)),
     CpuCall("causal_product_gradients", (1, 2, 64, 8)),
+    CpuCall("linear_attention", (1, 3, 1, 8)),
     CpuCall("decode", (1, 4, 40, 8)),
     CpuCall("decode", (1, 4, 40, 8), "bf16"),
     CpuCall("decode", (1, 4, 40, 8), "fp16"),
@@ -65,7 +66,7 @@ def measured(monkeypatch):
 # --------------------------------------------------------------------------------------- the cases
 def test_names_of_cases():
     names = [case.name for case in cases.CPU_SMALL]
-    assert len(set(names)) == len(names) == 46
+    assert len(set(names)) == len(names) == 48
     assert {
         "fp32 attention 8x8",
         "fp32 attention 1x8x512x64 causal",
@@ -93,6 +94,7 @@ def test_implementations_are_right(case):
         ran.append(name)
     assert ran[0] == "fa_cupy"
     assert ("numpy" in ran) == (case.kind != "from_dense")
+    assert ("numpy_checked" in ran) == (case.kind == "attention" and not case.permuted)
 
 
 @of_each_case
@@ -103,7 +105,7 @@ def test_checks_see_what_is_wrong(case):
     if case.kind == "from_dense":
         assert check(~result) == math.inf
         return
-    last = result[-1] if case.backward else result
+    last = result[-1] if isinstance(result, tuple) else result
     last[..., -1, :] += 1  # of every matrix, the last row
     assert check(result) > report.ERROR_LIMIT[case.dtype]
     last[..., -1, -1] = np.nan
@@ -291,7 +293,7 @@ def test_bench_of_small_calls(tiny_family, tmp_path, capsys, monkeypatch):
     arguments = ["--families", "cpu_small", "--out", str(out), "--plot", str(picture)]
     assert bench.main(arguments) == 0
     facts, rows = store.load(out)
-    assert [row["impl"] for row in rows] == ["fa_cupy", "numpy"] * 4 + ["fa_cupy"]
+    assert [row["impl"] for row in rows] == [*("fa_cupy", "numpy", "numpy_checked") * 4, "fa_cupy"]
     assert facts["openblas"] == rows[0]["openblas"]
     for found in rows:
         assert (found["statistic"], found["unit"]) == ("minimum", "us")
@@ -315,7 +317,11 @@ def test_the_chosen_variant_is_in_the_row(tiny_family, monkeypatch):
 def test_the_family_is_whole():
     family = families.FAMILIES["cpu_small"]
     assert family.device == "cpu"
-    assert family.default_impls == tuple(family.impls) == ("fa_cupy", "torch", "jax", "numpy")
+    assert (
+        family.default_impls
+        == tuple(family.impls)
+        == (*("fa_cupy", "torch", "jax", "numpy", "numpy_checked"),)
+    )
     assert family.statistic == "minimum"
     assert {other.statistic for other in families.FAMILIES.values() if other is not family} == {
         "median"
@@ -414,7 +420,7 @@ def test_tables_of_the_docs(measured, monkeypatch):
     cells = [
         line.removeprefix("     - ") for line in text.splitlines() if line.startswith("     -")
     ]
-    assert cells[5:10] == ["2,000", "1,000 (64)", r"\-", r"\-", "0.50"]
+    assert cells[6:12] == ["2,000", "1,000 (64)", *[r"\-"] * 3, "0.50"]
     assert "* - gradients, (1, 8, 256, 64)\n" in text
     assert "* - (1, 8, 40, 8), bfloat16, 32 heads\n     - 12.3\n" in text
     assert "* - making one, (9, 4, 4), elements 0.5\n     - failed\n" in text
