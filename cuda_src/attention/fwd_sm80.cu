@@ -332,14 +332,18 @@ FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
 // ---------------------------------------------------------------------------------------- epilogue
 // Divides O by the sums of its rows and rounds it.  Each warp turns its own rows of the Q tile,
 // which no other warp reads, into output rows.
-FA_DEVICE void normalize_o(uint32 q_tile, const OnlineSoftmax<kMmaM>& softmax,
-                           const float (&o)[kMmaM][kMmaV][4], int warp, int lane) {
+FA_DEVICE void normalize_o(const AttentionParams& params, uint32 q_tile,
+                           const OnlineSoftmax<kMmaM>& softmax, const float (&o)[kMmaM][kMmaV][4],
+                           int warp, int lane) {
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float inverse = inverse_sum(softmax.row_sum[i][h]);
+      float inverse = inverse_sum(softmax.row_sum[i][h]);
+#if FA_DROPOUT
+      inverse *= params.dropout.factor;
+#endif
       const int row = warp * kWarpRows + 16 * i + 8 * h + lane / 4;
 #pragma unroll
       for (int j = 0; j < kMmaV; ++j) {
@@ -412,6 +416,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     float correction[kMmaM][2];
     if (softmax.update_max(s, correction, softmax_scale(params))) rescale_o(o, correction);
     softmax.exponentiate<false>(s, softmax_scale(params));
+#if FA_DROPOUT
+    drop_weights(params.dropout, work.batch, s,
+                 work.q_begin + tid_x_again() / 32 * kWarpRows + tid_x_again() % 32 / 4,
+                 key * kTileN);
+#endif
     uint32 p[kMmaM][kMmaN][2];
     round_weights<kBf16>(s, p);
     if constexpr (kSparse) {  // here and not before, or sm_80 runs out of registers
@@ -435,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const bool any_recompute =
       find_rows_to_recompute<kSparse>(params, softmax, o, first_row, recompute_lanes);
   cp_async_wait_group<0>();
-  normalize_o(q_tile, softmax, o, warp, lane);
+  normalize_o(params, q_tile, softmax, o, warp, lane);
   uint16* out = static_cast<uint16*>(params.out) + work.at.out +
                 static_cast<int64>(work.q_begin) * params.out_row;
   store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,

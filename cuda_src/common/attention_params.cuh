@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/block_lists.cuh"
+#include "cuda_src/common/dropout.cuh"
 #include "cuda_src/common/row_intervals.cuh"
 
 // An expression that makes scores sees batch entries as pairs of b and h, and has arrays.
@@ -61,6 +62,9 @@ struct AttentionParams {
   int sinks_kind;   // a FloatKind
   int score_heads;  // how many values h has in an expression: entry = b * score_heads + h
   ScoreArray score_arrays[kMaxScoreArrays];
+#if FA_DROPOUT
+  DropoutParams dropout;
+#endif
 };
 
 static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,

@@ -72,7 +72,7 @@ def attention(
         As for `validation.emulator.masks.lists_of`.
     **options
         Of `fa_cupy.attention`, `sinks` among them; `k_lengths`, `page_table` and offsets are
-        arrays, and not checked.
+        arrays, and not checked. `dropout` is a `Dropout`, and wants a variant with it.
 
     Raises
     ------

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS, PARAMS_WITH_DROPOUT
 from fa_cupy.gpu.kernels.score import ScoreMod
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Variant:
         What a score is in this build; None for products times a positive scale.
     packed : bool
         Whether this build is for packed sequences.
+    dropout : bool
+        Whether this build drops weights.
     """
 
     source: str
@@ -56,6 +58,7 @@ class Variant:
     hot_targets: tuple[str, ...] = ("sm_90a",)
     score: ScoreMod | None = None
     packed: bool = False
+    dropout: bool = False
 
     @property
     def name(self) -> str:
@@ -67,6 +70,7 @@ class Variant:
             + ("-sparse" if self.sparse else "")
             + (f"-{self.score.name}" if self.score else "")
             + ("-packed" if self.packed else "")
+            + ("-dropout" if self.dropout else "")
         )
 
     @property
@@ -99,8 +103,9 @@ class Variant:
             ("FA_STAGES", self.stages),
             ("FA_SPARSE", int(self.sparse)),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            ("FA_PARAMS_BYTES", self.params_bytes),
             *self.packed_defines,
+            *self.dropout_defines,
             *self.score_defines,
         )
 
@@ -108,6 +113,16 @@ class Variant:
     def packed_defines(self) -> tuple[tuple[str, int], ...]:
         """The constant of ``cuda_src/common/row_intervals.cuh``."""
         return (("FA_PACKED", 1),) if self.packed else ()
+
+    @property
+    def params_bytes(self) -> int:
+        """Size of the parameters that all kernels of attention share."""
+        return (PARAMS_WITH_DROPOUT if self.dropout else ATTENTION_PARAMS).itemsize
+
+    @property
+    def dropout_defines(self) -> tuple[tuple[str, int], ...]:
+        """The constant of ``cuda_src/common/dropout.cuh``."""
+        return (("FA_DROPOUT", 1),) if self.dropout else ()
 
     @property
     def score_defines(self) -> tuple[tuple[str, int], ...]:
@@ -126,6 +141,10 @@ class Variant:
     def for_sequences(self, packed: bool) -> Self:
         """Return the build of this row for packed sequences, or for none."""
         return dataclasses.replace(self, packed=packed) if packed else self
+
+    def for_dropout(self, dropout: bool) -> Self:
+        """Return the build of this row that drops weights, or the one that does not."""
+        return dataclasses.replace(self, dropout=dropout) if dropout else self
 
     @property
     def rank(self) -> tuple[int, ...]:

@@ -97,6 +97,8 @@ def steps(traits: Traits, variant: Variant) -> list[Step]:
     for part in parts:
         own = params.copy()
         own["first_batch"] = part.first_batch
+        if traits.problem.dropout is not None:
+            own["dropout"]["first_entry"] = part.entry
         addresses = dict(traits.fields)
         shifts = dict(zip(traits.pointers, part.offsets, strict=True))
         if traits.problem.mask is not None:
