@@ -130,6 +130,9 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
 #if FA_LENGTHS
     work.band = band;
 #endif
+#if FA_DROPOUT
+    work.dropout = dropout_entry(p.dropout, work.entry);
+#endif
 #if FA_PAGES
     work.has_invalid_page = 0;
 #endif
@@ -727,6 +730,16 @@ FA_DEVICE void reload_scores(const Consumer& c, const Pipelines& at, const Group
   if constexpr (kSparse) mask.listed = reload_mask_words(p, work, own.tile, mask.visible_bits);
 }
 
+// Which weights of a tile are kept, while its products are computed.
+template <int kCols>
+FA_DEVICE void make_kept_bits(const Consumer& c, const Pipelines& at, const GroupWork& own,
+                              int key_tile, uint32 (&kept)[1][2]) {
+#if FA_DROPOUT
+  make_kept_bits<kCols>(c.params.common.dropout, c.shared.work[at.work.index()].dropout,
+                        lane_row(c, at, own), key_tile * kTileN, kept);
+#endif
+}
+
 // Waits for the scores of a tile, turns them into its weights and, where a row_max has moved,
 // rescales O.
 template <bool kFirst, int kCols>
@@ -753,6 +766,8 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   }
   OperandTile<false, kCols / 8> operands;
   prefetch_operands<kFirst>(c, at, own, operands, key_tile);
+  uint32 kept[1][2];
+  if constexpr (kDropout) make_kept_bits<kCols>(c, at, own, key_tile, kept);
   finish_gemm_qk<kFirst>(c, at);
   if constexpr (!kOverlapSoftmaxPv) release_v<kFirst>(c, at);
   if constexpr (!kScoreMod) mod_and_mask_scores<kCols>(c, at, own, mask, s_tile, steady_scores);
@@ -785,6 +800,7 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   if (moved) {
     rescale_o(o, correction);
   }
+  if constexpr (kDropout) drop_by_bits(s_tile, kept);
   round_weights<kBf16>(s_tile, p_tile);
   if constexpr (kReadBiasLate) {
     // Either all lanes have read the stage, or none has: then copies to it may still be under way.
@@ -849,7 +865,10 @@ FA_DEVICE void write_lse(const Consumer& c, const Pipelines& at, const OnlineSof
 // output of row h is not finite.
 FA_DEVICE void write_output(const Consumer& c, const OnlineSoftmax<1>& softmax, const Output& o,
                             uint32 out_tile, uint32 (&nonfinite_probe)[2][2]) {
-  const float inverse[2] = {inverse_sum(softmax.row_sum[0][0]), inverse_sum(softmax.row_sum[0][1])};
+  float inverse[2] = {inverse_sum(softmax.row_sum[0][0]), inverse_sum(softmax.row_sum[0][1])};
+#if FA_DROPOUT
+  for (float& x : inverse) x *= c.params.common.dropout.factor;
+#endif
   uint32 out[kMmaV][2];
 #pragma unroll
   for (int j = 0; j < kMmaV; ++j) {

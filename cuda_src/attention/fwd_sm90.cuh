@@ -134,6 +134,9 @@ struct WorkTileFields {
 #if FA_LENGTHS
   KeyBand band;  // of the entry
 #endif
+#if FA_DROPOUT
+  DropoutEntry dropout;  // of the entry
+#endif
 #if FA_PAGES
   int has_invalid_page;  // written by who loads keys, before the first ones are there
 #endif

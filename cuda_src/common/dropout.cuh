@@ -5,6 +5,7 @@
 // mask's words (block_lists.cuh): two counters make a word.  fa_cupy/dropout/decisions.py has the
 // same layout, and says why.
 #pragma once
+#include "ptx/special.cuh"
 #include "ptx/types.cuh"
 
 #ifndef FA_DROPOUT
@@ -26,7 +27,7 @@ struct DropoutParams {
 };
 
 // What all counters of a batch entry have in common.
-struct DropoutEntry {
+struct alignas(16) DropoutEntry {
   uint32 key[2];
   uint32 h, b;
 };
@@ -93,29 +94,38 @@ FA_DEVICE bool is_kept(const DropoutParams& p, const DropoutEntry& entry, int ro
   return (bits >> (key % kDropoutGroup / 8 * 2 + key % 2) & 1) != 0;
 }
 
-// Makes 0 of the weights that are dropped, among those that a thread holds as accumulators of
-// m16n8 (PTX ISA 9.7.14.5.8): of rows first_row + 16 i + 8 h, and of the keys of a tile, the first
-// of which is a multiple of 16.
-template <int kMmaM, int kMmaN>
-FA_DEVICE void drop_weights(const DropoutParams& p, int64 batch, float (&s)[kMmaM][kMmaN][4],
-                            int first_row, int first_key) {
-  constexpr int kKeys = 8 * kMmaN;
+// The decisions on a tile of keys, the first of which is a multiple of 16, for the rows first_row +
+// 16 i + 8 h of this thread: bits as those of a mask, from the tile's first columns on.
+template <int kKeys, int kMmaM>
+FA_DEVICE void make_kept_bits(const DropoutParams& p, const DropoutEntry& entry, int first_row,
+                              int first_key, uint32 (&kept)[kMmaM][2]) {
   static_assert(kKeys <= 96 || kKeys == 2 * kDropoutGroup, "two groups have the keys of a tile");
   constexpr int kGroups = kDropoutGroup % kKeys == 0 ? 1 : 2;
-  const DropoutEntry entry = dropout_entry(p, batch);
-  const int group = first_key / kDropoutGroup, t = threadIdx.x % 4;
   const int skipped = first_key % kDropoutGroup / 4;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32 kept =
-          kept_bits<kGroups>(p, entry, first_row + 16 * i + 8 * h, group, t) >> skipped;
+      kept[i][h] = kept_bits<kGroups>(p, entry, first_row + 16 * i + 8 * h,
+                                      first_key / kDropoutGroup, tid_x_again() % 4) >>
+                   skipped;
+    }
+  }
+}
+
+// Makes 0 of the weights that are dropped, among those that a thread holds as accumulators of m16n8
+// (PTX ISA 9.7.14.5.8).
+template <int kMmaM, int kMmaN>
+FA_DEVICE void drop_by_bits(float (&s)[kMmaM][kMmaN][4], const uint32 (&kept)[kMmaM][2]) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if ((kept >> (2 * j + e) & 1) == 0) s[i][j][2 * h + e] = 0.0f;
+          if ((kept[i][h] >> (2 * j + e) & 1) == 0) s[i][j][2 * h + e] = 0.0f;
         }
       }
     }

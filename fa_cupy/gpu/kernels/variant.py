@@ -120,6 +120,11 @@ class Variant:
         return (PARAMS_WITH_DROPOUT if self.dropout else ATTENTION_PARAMS).itemsize
 
     @property
+    def dropout_bytes(self) -> int:
+        """What dropout takes of the shared memory of a work tile, rounded up: ``DropoutEntry``."""
+        return 16 if self.dropout else 0
+
+    @property
     def dropout_defines(self) -> tuple[tuple[str, int], ...]:
         """The constant of ``cuda_src/common/dropout.cuh``."""
         return (("FA_DROPOUT", 1),) if self.dropout else ()

@@ -38,6 +38,7 @@ class FwdSm80(Variant):
         return (
             tiles
             + _WORK_BYTES
+            + self.dropout_bytes
             + listed
             + (2 * self.tile_m * self.tile_n if self.stages_bias else 0)
         )
