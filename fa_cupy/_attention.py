@@ -129,7 +129,8 @@ def attention(
     dropout : float, optional
         The probability that a weight is dropped: its product with the value of the key is left out,
         and the others are multiplied by ``1 / (1 - dropout)``. The log-sum-exp is that of all
-        scores. NumPy arrays only: the kernels do not have it.
+        scores. On a GPU only for 16 bits, up to 256 dims, and no lengths, pages, offsets or sparse
+        bias.
     seed : int or array of one integer, optional
         Which weights these are, as `dropout_mask` returns them: from 0 to 2**64 - 1. An array is
         read by each call. `dropout` needs it.
@@ -150,7 +151,7 @@ def attention(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        For arrays on a GPU with a dropout other than 0.
+        For a `dropout` on a GPU that its kernels do not have.
         While a stream is captured into a CUDA graph: for dims above 256, for up to 16 queries of
         float64, for a `score` together with a softcap or a bias and for lengths, pages and offsets
         in the memory of the host (the capture can go on), and in a capture mode other than
@@ -289,7 +290,7 @@ def scaled_dot_product_attention(
         An array of bool, True where a query attends to a key, or of floats that are added to the
         scores. A sparse matrix must be of bool.
     dropout_p : float
-        The `dropout` of `attention`, on NumPy arrays. It needs a `seed`, as no generator has one.
+        The `dropout` of `attention`. It needs a `seed`, as no generator has one.
     is_causal : bool
         Causality aligned to the top left: query i sees the keys up to i, whatever L and S are. It
         cannot be combined with `attn_mask`.
@@ -388,7 +389,6 @@ def _solve(
         *dense, sinks=sinks, score=operands, dropout=dropout, out=result, name=name, args=args,
         grouped=grouped, **options,
     )  # fmt: skip
-    dispatch.refuse_dropout(name, native, problem, "dropout_p" if args == TORCH_ARGS else "dropout")
     with_lse = checks.flag(name, "return_lse", return_lse)
     backend = dispatch.backend_of(native, "attention")
     where.check(problem)
@@ -465,7 +465,7 @@ def attention_backward(
         Those of that call. There are no gradients for calls with a `page_table`.
     dropout : float, optional
     seed : int or array of one integer, optional
-        Those of that call.
+        Those of that call; on a GPU there are no gradients with dropout yet.
 
     Returns
     -------

@@ -27,7 +27,7 @@ struct DropoutParams {
 };
 
 // What all counters of a batch entry have in common.
-struct alignas(16) DropoutEntry {
+struct alignas(8) DropoutEntry {
   uint32 key[2];
   uint32 h, b;
 };

@@ -101,13 +101,11 @@ def refuse_bits(name: str, arrays: Sequence[Any], places: Collection[str]) -> No
         )
 
 
-def refuse_dropout(
-    name: str, native: core_arrays.Native, problem: Any, arg: str = "dropout"
-) -> None:
-    """Raise for dropout where no backend has it."""
+def refuse_dropout(name: str, native: core_arrays.Native, problem: Any) -> None:
+    """Raise for gradients with dropout on a GPU."""
     if native.backend != "numpy" and problem.dropout is not None:
         raise NotImplementedError(
-            f"{name}: {arg} is {problem.dropout.p:g} and q is on a GPU, want 0 there (or arrays "
+            f"{name}: dropout is {problem.dropout.p:g} and q is on a GPU, want 0 there (or arrays "
             "on the CPU)"
         )
 

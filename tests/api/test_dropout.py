@@ -387,16 +387,16 @@ def test_errors_of_the_mask(given, error, text):
     assert text in str(caught.value)
 
 
-def test_a_gpu_has_no_dropout_yet():
+def test_gradients_on_a_gpu_are_refused():
     class Native:
         backend = "cupy"
 
     x = normal(4, 8)
     problem = attention_problem(x, x, x, None, None, dropout=arguments.Dropout(0.25, 1))
     with pytest.raises(NotImplementedError) as caught:
-        dispatch.refuse_dropout("attention", Native, problem)
+        dispatch.refuse_dropout("attention_backward", Native, problem)
     assert str(caught.value) == (
-        "attention: dropout is 0.25 and q is on a GPU, want 0 there (or arrays on the CPU)"
+        "attention_backward: dropout is 0.25 and q is on a GPU, want 0 there (or arrays on the CPU)"
     )
 
 

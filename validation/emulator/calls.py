@@ -92,6 +92,7 @@ def attention(
     pointers = [0 if x is None else x.ctypes.data for x in (q, k, v, bias, out, lse)]
     pointers += [x.ctypes.data for x in (options.get("sinks"),) if x is not None]
     pointers += _addresses(operands)
+    pointers += [] if problem.dropout is None else [problem.dropout.seed]
     of_keys = (options.get(name) for name in ("k_lengths", "page_table"))
     pointers += [x.ctypes.data for x in of_keys if x is not None]
     pointers += _offsets(options)

@@ -195,7 +195,8 @@ class Traits:
     score : ScoreMod or None
         What kernels compute besides products times a positive scale.
     pointers : tuple of str
-        The arrays that launches point to: `POINTERS`, and the sinks if there are any.
+        The arrays that launches point to: `POINTERS`, and the sinks if there are any; the seed of
+        dropout follows.
     """
 
     def __init__(self, problem: Problem, out: View) -> None:
@@ -243,6 +244,9 @@ class Traits:
         #: The field of ``AttentionParams`` that points to each.
         self.fields = {name: name for name in self.pointers if name not in score_arrays.values()}
         self.fields |= score_arrays
+        if problem.dropout is not None:  # a number in place of an address
+            self.pointers += ("seed",)
+            self.fields["dropout.seed"] = "seed"
 
     def aligned(self, names: tuple[str, ...] = _ROWS) -> tuple[str, ...]:
         """Return the names of arrays whose rows begin at multiples of 16 bytes if the arrays do.
@@ -311,10 +315,10 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
 
 
 def _fill_dropout(p: Any, problem: Problem, dropout: Dropout) -> None:
-    """Write what a kernel knows of dropout, all but the entry that a launch begins with."""
+    """Write what a kernel knows of dropout, all but the seed and a launch's first entry."""
     upper, lower = divmod(dropout.threshold, 1 << 32)
     p["threshold"] = [0xFFFFFFFF * (upper >> bit & 1) for bit in range(len(p["threshold"]))]
-    p["lower_threshold"], p["seed"] = lower, dropout.seed
+    p["lower_threshold"] = lower
     p["factor"], p["heads"] = dropout.factor, math.prod(problem.out_shape[-3:-2])
 
 
