@@ -131,3 +131,50 @@ FA_DEVICE void drop_by_bits(float (&s)[kMmaM][kMmaN][4], const uint32 (&kept)[kM
     }
   }
 }
+
+// Decisions where rows are keys and columns are queries, as words of a mask that is transposed: on
+// the keys first_key + 16 i + 8 h and the queries first_query + 8 j + e of this thread, none of
+// which is in another group of keys.  Lanes l and l ^ 4 have the same queries, and keys whose
+// decisions are in the same counters: each makes those of half the queries.
+template <int kMmaN, int kMmaM>
+FA_DEVICE void make_kept_bits_of_keys(const DropoutParams& p, const DropoutEntry& entry,
+                                      int first_key, int first_query, uint32 (&kept)[kMmaM][2]) {
+  static_assert(kDropoutGroup % (16 * kMmaM) == 0, "a warp's keys are of one group");
+  const int own = tid_x_again() / 4 % 2;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) kept[i][0] = kept[i][1] = 0;
+#pragma unroll 1
+  for (int j = 0; j < kMmaN; ++j) {
+    const uint32 half = kept_bits<1>(p, entry, first_query + 8 * j + own, first_key / kDropoutGroup,
+                                     first_key % 8 / 2);
+    const uint32 other = __shfl_xor_sync(kFullWarp, half, 4);
+    const uint32 bits[2] = {own == 0 ? half : other, own == 0 ? other : half};
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int key = first_key + 16 * i + 8 * h;
+        const int place = key % kDropoutGroup / 8 * 2 + key % 2;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) kept[i][h] |= (bits[e] >> place & 1) << (2 * j + e);
+      }
+    }
+  }
+}
+
+// Multiplies gradients of weights by what the weights are multiplied by.
+template <int kMmaM, int kMmaN>
+FA_DEVICE void scale_kept(float (&dp)[kMmaM][kMmaN][4], const uint32 (&kept)[kMmaM][2],
+                          float factor) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool is_kept = (kept[i][e / 2] >> (2 * j + e % 2) & 1) != 0;
+        dp[i][j][e] = is_kept ? dp[i][j][e] * factor : 0.0f;
+      }
+    }
+  }
+}

@@ -317,6 +317,7 @@ def attention_backward(
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()
     pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
+    pointers += [] if problem.dropout is None else [problem.dropout.seed]
     pointers += _offsets(options)
     made[0].run((*pointers, *addresses))
     del tables  # it owns what the addresses are of

@@ -155,6 +155,7 @@ def make_plan(
     names = [name for name in ARRAYS if name not in copies]
     if traits.problem.score is not None:
         names += score_pointers(traits.problem).values()
+    names += ("seed",) if traits.problem.dropout is not None else ()
     names += TABLE_ARRAYS if traits.wanted.masked else ()
     names += OFFSETS if traits.wanted.packed else ()
     return plan.Plan(steps, names, launcher, space), space

@@ -22,6 +22,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_BATCH_AXES,
     MAX_GRID,
     MAX_LENGTH,
+    PARAMS_WITH_DROPOUT,
 )
 from fa_cupy.gpu.kernels.attention.row_intervals import supports
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
@@ -68,6 +69,14 @@ BACKWARD_FIELDS: list[Any] = (
 #: ``struct BackwardParams`` of ``cuda_src/common/backward_params.cuh``, of ``bwd_dkdv_sm80`` and
 #: ``bwd_dq_sm80``.
 BACKWARD_PARAMS = np.dtype(BACKWARD_FIELDS, align=True)
+
+
+def with_dropout(params: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the struct of builds with dropout, given that of others: `common` is its first."""
+    _, *more = params.names or ()
+    fields: list[Any] = [("common", PARAMS_WITH_DROPOUT), *[(name, params[name]) for name in more]]
+    return np.dtype(fields, align=True)
+
 
 # The arrays that have a tensor map, in the order of the struct, and those that are read.
 _MAPPED = ("q", "k", "v", "dout", "dk", "dv", "dq")
@@ -119,10 +128,15 @@ class BackwardVariant(Variant):
         return (
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            ("FA_PARAMS_BYTES", self.params_bytes),
             *self.packed_defines,
+            *self.dropout_defines,
             *self.score_defines,
         )
+
+    def sized(self, params: np.dtype[Any]) -> int:
+        """Return the bytes of a struct of parameters in this build."""
+        return (with_dropout(params) if self.dropout else params).itemsize
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch of the kernel, whose parts of the workspace are added to `launches`."""
@@ -157,7 +171,7 @@ class BackwardSm80(BackwardVariant):
             ("FA_STAGES", self.stages),
             ("FA_BLOCKS", self.blocks),
             ("FA_SPARSE", int(self.sparse)),
-            ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
+            ("FA_BACKWARD_PARAMS_BYTES", self.sized(BACKWARD_PARAMS)),
         )
 
 
@@ -556,8 +570,11 @@ def strided_params(
     dtype : numpy.dtype
         Of the struct.
     """
-    problem, params = traits.problem, np.zeros(1, dtype)
-    params["common"] = traits.common("q", "dq", problem.v_dim, tile_m)
+    problem, dropout = traits.problem, traits.problem.dropout
+    params = np.zeros(1, dtype if dropout is None else with_dropout(dtype))
+    common = traits.common("q", "dq", problem.v_dim, tile_m)
+    for name in common.dtype.names or ():
+        params["common"][name] = common[name]
     for name in _ARRAYS:
         array = params[name]
         array["row"] = traits.views[name].strides[-2] // problem.dtype.itemsize
@@ -568,4 +585,7 @@ def strided_params(
     addresses |= {f"{name}.start": name for name in _ARRAYS}
     addresses |= traits.mask(params, by_key)
     addresses |= traits.operands
+    if dropout is not None:
+        attention_params.fill_dropout(params["common"]["dropout"][0], problem, dropout)
+        addresses["common.dropout.seed"] = "seed"
     return params, addresses

@@ -303,7 +303,7 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
     p["lower"], p["upper"] = band_limits(problem)
     fill_score(p, problem, traits.score)
     if problem.dropout is not None:
-        _fill_dropout(p["dropout"], problem, problem.dropout)
+        fill_dropout(p["dropout"], problem, problem.dropout)
     if problem.sinks_dtype is not None:
         p["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
 
@@ -314,7 +314,7 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
     return params, found
 
 
-def _fill_dropout(p: Any, problem: Problem, dropout: Dropout) -> None:
+def fill_dropout(p: Any, problem: Problem, dropout: Dropout) -> None:
     """Write what a kernel knows of dropout, all but the seed and a launch's first entry."""
     upper, lower = divmod(dropout.threshold, 1 << 32)
     p["threshold"] = [0xFFFFFFFF * (upper >> bit & 1) for bit in range(len(p["threshold"]))]
