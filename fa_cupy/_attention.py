@@ -465,7 +465,7 @@ def attention_backward(
         Those of that call. There are no gradients for calls with a `page_table`.
     dropout : float, optional
     seed : int or array of one integer, optional
-        Those of that call; on a GPU there are no gradients with dropout yet.
+        Those of that call. On a GPU as there, and also without the gradient of a bias.
 
     Returns
     -------
@@ -613,7 +613,6 @@ def _solve_backward(
         dense, out, lse, dout, dlse, name, sinks=sinks, score=operands, dropout=dropout,
         **options, **where.options,
     )  # fmt: skip
-    dispatch.refuse_dropout(name, native, problem)
     where.check(problem)
     wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
     extra = dispatch.score_for(name, operands, wanted)

@@ -101,15 +101,6 @@ def refuse_bits(name: str, arrays: Sequence[Any], places: Collection[str]) -> No
         )
 
 
-def refuse_dropout(name: str, native: core_arrays.Native, problem: Any) -> None:
-    """Raise for gradients with dropout on a GPU."""
-    if native.backend != "numpy" and problem.dropout is not None:
-        raise NotImplementedError(
-            f"{name}: dropout is {problem.dropout.p:g} and q is on a GPU, want 0 there (or arrays "
-            "on the CPU)"
-        )
-
-
 def refuse_sparse_bias(name: str, bias: Any, dense: str) -> None:
     """Raise for a sparse bias where gradients are recorded; `dense` is what to write instead."""
     if is_sparse(bias):

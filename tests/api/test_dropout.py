@@ -16,7 +16,6 @@ from fa_cupy import (
     reference,
     scaled_dot_product_attention,
 )
-from fa_cupy.core import dispatch
 from fa_cupy.core.attention_problem import attention_problem
 from fa_cupy.dropout import arguments, decisions
 from fa_cupy.dropout.philox import philox4x32
@@ -385,19 +384,6 @@ def test_errors_of_the_mask(given, error, text):
     with pytest.raises(error, match=r"^dropout_mask: ") as caught:
         dropout_mask(**({"seed": 1, "p": 0.0, "shape": (3, 4)} | given))
     assert text in str(caught.value)
-
-
-def test_gradients_on_a_gpu_are_refused():
-    class Native:
-        backend = "cupy"
-
-    x = normal(4, 8)
-    problem = attention_problem(x, x, x, None, None, dropout=arguments.Dropout(0.25, 1))
-    with pytest.raises(NotImplementedError) as caught:
-        dispatch.refuse_dropout("attention_backward", Native, problem)
-    assert str(caught.value) == (
-        "attention_backward: dropout is 0.25 and q is on a GPU, want 0 there (or arrays on the CPU)"
-    )
 
 
 def test_the_definition_has_the_same_pairs():

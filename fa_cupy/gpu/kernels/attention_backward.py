@@ -40,6 +40,7 @@ from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, Intervals, inte
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.gpu.kernels.score import score_pointers
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask,
 #: `OFFSETS` with packed sequences.
@@ -76,8 +77,9 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     -------
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
-        that no kernel can walk, packed sequences with a mask or with scores of positions. Of
-        float32 and float64 also dims above 128 in float32, or without 227 KB of shared memory.
+        that no kernel can walk, packed sequences with a mask or with scores of positions, with
+        dropout all but the gradients of q, k and v in 16 bits. Of float32 and float64 also dims
+        above 128 in float32, or without 227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
@@ -92,6 +94,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
         return (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
 
+    if wanted.dropout:
+        return _with_dropout(wanted, target)
     if wanted.dtype in ("float32", "float64"):
         # Other calls do without these modules, whose import takes some milliseconds.
         from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
@@ -119,6 +123,14 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if wanted.mapped and wanted.dbias_fills and of_pairs:  # one may broadcast where it is read only
         last += pick(bwd_dbias_sm90.VARIANTS, wanted.masked)
     return *found, *(last or pick(bwd_dbias_sm80.VARIANTS, wanted.masked))
+
+
+def _with_dropout(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
+    """Return the kernels of a call with dropout, of which those for SM80 have builds."""
+    plain = select(wanted._replace(dropout=False, mapped=False), target)
+    if not wanted.strided or wanted.dtype not in DTYPE_NAMES or wanted.dbias or wanted.packed:
+        return ()
+    return (*plain[:1], *[row.for_dropout(True) for row in plain[1:]])
 
 
 def make_plan(

@@ -311,6 +311,8 @@ class Wanted(NamedTuple):
         each multiprocessor.
     packed : bool
         Whether sequences are packed.
+    dropout : bool
+        Whether weights are dropped.
     """
 
     dtype: str
@@ -322,6 +324,7 @@ class Wanted(NamedTuple):
     dbias: bool = False
     dbias_fills: bool = False
     packed: bool = False
+    dropout: bool = False
 
 
 def padded_rows(rows: int) -> int:
@@ -414,6 +417,7 @@ class Traits:
             dbias=views.dbias is not None,
             dbias_fills=views.dbias is not None and self._dbias_fills(views.dbias),
             packed=problem.offsets is not None,
+            dropout=problem.dropout is not None,
         )
         #: For fields of a struct, what scores are made of besides products.
         self.operands = {} if problem.bias is None else {"common.bias": "bias"}

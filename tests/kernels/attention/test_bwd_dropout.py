@@ -1,0 +1,84 @@
+"""Builds of the kernels of gradients that drop weights, in the emulator."""
+
+import numpy as np
+import pytest
+
+from fa_cupy import reference
+from fa_cupy.dropout.arguments import Dropout
+from fa_cupy.gpu.kernels import backward
+from fa_cupy.gpu.kernels.attention_backward import select
+from tests.support.every_run import some
+from tests.support.kernel_attention import BANDS, DTYPES, blocks_of, draw
+from tests.support.planted import plant
+from validation.emulator.calls import attention_backward
+
+pytestmark = pytest.mark.emulator
+
+DROPOUT = Dropout(0.3, 2**63 + 12345)
+CALLS = [
+    (dtype, dim, masked)
+    for dtype in DTYPES
+    for dim in (32, 64, 96, 128, 192, 256)
+    for masked in (False, True)
+]
+
+
+def kernels(dtype, dim, masked=False):
+    return select(backward.Wanted(dtype, dim, masked, mapped=False, dropout=True), "sm_80")
+
+
+def check(rows, dtype, dim, mask=None, bad=False, sources=None, heads=(4, 2), **options):
+    """Hold gradients against those of the definition."""
+    shapes = zip(heads[:1] + 2 * heads[1:] + heads[:1], (70, 200, 200, 70), strict=True)
+    q, k, v, dout = (draw(2, *x, dim, dtype=DTYPES[dtype], seed=i) for i, x in enumerate(shapes))
+    if bad:  # which reaches what keeps these pairs
+        v[0, 0, 7], dout[1, 1, 9] = np.nan, np.inf
+    of_call = {"dropout": DROPOUT.p, "seed": DROPOUT.seed, **options}
+    out, lse = reference.attention(q, k, v, None, mask, **of_call)
+    given = (dout, q, k, v, out.astype(DTYPES[dtype]), lse, None)
+    found = attention_backward(
+        rows, *given, mask=mask, dropout=DROPOUT, sources=sources or {}, **options
+    )
+    want = reference.attention_backward(dout, q, k, v, None, mask, **of_call)
+    for name, x, y in zip("qkv", found, want, strict=True):
+        assert reference.relative_error(x.astype(np.float64), y) < {"float16": 1e-3}.get(
+            dtype, 8e-3
+        ), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "masked"), some(CALLS, lambda call: (call[1] > 128, call[2]))
+)
+def test_every_call(dtype, dim, masked):
+    rows = kernels(dtype, dim, masked)
+    assert [row.dropout for row in rows] == [False, True, True, True]
+    mask = blocks_of(np.random.default_rng(0), 70, 200, density=0.5) if masked else None
+    check(rows, dtype, dim, mask, **BANDS[1])
+    check(rows, dtype, dim, mask, bad=True, softcap=0.0)
+
+
+def test_what_has_no_build_is_not_chosen():
+    for more in ({"dbias": True}, {"packed": True}, {"strided": False}, {"dtype": "float32"}):
+        wanted = {"dtype": "float16", "dim": 64, "dropout": True} | more
+        assert select(backward.Wanted(**wanted), "sm_90a") == ()
+
+
+PLANTED = {
+    "the other half": ("bwd_dkdv_sm80", ("own == 0 ? other : half", "own == 0 ? half : other")),
+    "a weight": ("bwd_dkdv_sm80", ("if constexpr (kDropout) drop_by_bits(s, kept);", "")),
+    "a factor of dV": ("bwd_dkdv_sm80", ("return p.dropout.factor;", "return 1.0f;")),
+    "a head": ("bwd_dkdv_sm80", ("work.entry * params.group + step.head);\n  make_kept",
+                                 "work.entry * params.group);\n  make_kept")),
+    "dP of queries": ("bwd_dq_sm80", ("constexpr (kDropout) drop_gradients",
+                                      "(false) drop_gradients")),
+    "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(tmp_path, name):
+    stem, change = PLANTED[name]
+    source = plant(tmp_path, f"attention/{stem}", change)
+    with pytest.raises(AssertionError):
+        check(kernels("float16", 64), "float16", 64, bad=stem == "bwd_nonfinite",
+              sources={f"attention_{stem}": source})  # fmt: skip
