@@ -126,7 +126,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
 
 
 def _with_dropout(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
-    """Return the kernels of a call with dropout, of which those for SM80 have builds."""
+    """Return the kernels of a call with dropout: builds of those for SM80."""
     plain = select(wanted._replace(dropout=False, mapped=False), target)
     if not wanted.strided or wanted.dtype not in DTYPE_NAMES or wanted.dbias or wanted.packed:
         return ()
