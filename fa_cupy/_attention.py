@@ -14,7 +14,6 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
 from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.dropout import arguments as dropout_arguments
-from fa_cupy.dropout.arguments import Dropout
 from fa_cupy.keys.arguments import Places
 
 TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
@@ -132,8 +131,9 @@ def attention(
         scores. On a GPU only for 16 bits, up to 256 dims, and no lengths, pages, offsets or sparse
         bias.
     seed : int or array of one integer, optional
-        Which weights these are, as `dropout_mask` returns them: from 0 to 2**64 - 1. An array is
-        read by each call. `dropout` needs it.
+        Which weights these are, as `dropout_mask` returns them: from 0 to 2**64 - 1. `dropout`
+        needs it. An array is read by each call; one on the GPU, of 64 bits, by each run of a graph
+        that the call was captured in.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -252,7 +252,7 @@ def attention(
         return_lse,
         sinks=sinks,
         score=score,
-        dropout=dropout_arguments.of_arguments("attention", dropout, seed),
+        dropout=(dropout, seed),
         places={
             "k_lengths": k_lengths,
             "page_table": page_table,
@@ -330,7 +330,6 @@ def scaled_dot_product_attention(
            [0.26, 0.26, 0.47]])
     """
     name = "scaled_dot_product_attention"
-    dropout = dropout_arguments.of_arguments(name, dropout_p, seed, ("dropout_p", "seed"))
     attention_problem.torch_options(name, attn_mask, 0.0, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
     if is_sparse(attn_mask) and not is_mask:
@@ -344,7 +343,7 @@ def scaled_dot_product_attention(
         TORCH_ARGS,
         (query, key, value, bias, mask),
         grouped=checks.flag(name, "enable_gqa", enable_gqa),
-        dropout=dropout,
+        dropout=(dropout_p, seed),
         scale=scale,
         is_causal=is_causal,
         causal_align="top_left",
@@ -363,7 +362,7 @@ def _solve(
     grouped: bool = True,
     sinks: Any = None,
     score: Score | None = None,
-    dropout: Dropout | None = None,
+    dropout: tuple[Any, Any] = (0.0, None),
     places: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
@@ -378,15 +377,20 @@ def _solve(
     named = [*zip(args, arrays, kept, strict=True)]
     given = {arg: x for arg, x, as_it_is in named if not as_it_is}
     given |= arrays_of(name, score) | where.separated(arrays)
+    given |= dropout_arguments.arrays_of(dropout[1])
     native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
     where.native(by_arg)
     inputs = [x if as_it_is else by_arg[arg] for arg, x, as_it_is in named]
     (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs, result)
+    p, seed = dropout[0], by_arg.get("seed", dropout[1])
+    dropped = dropout_arguments.of_arguments(
+        name, p, seed, "dropout_p" if args == TORCH_ARGS else "dropout"
+    )
     options |= where.options
     problem = attention_problem.attention_problem(
-        *dense, sinks=sinks, score=operands, dropout=dropout, out=result, name=name, args=args,
+        *dense, sinks=sinks, score=operands, dropout=dropped, out=result, name=name, args=args,
         grouped=grouped, **options,
     )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
@@ -575,7 +579,7 @@ def attention_backward(
         (bias, mask, dlse, sinks),
         need,
         score,
-        dropout_arguments.of_arguments("attention_backward", dropout, seed),
+        (dropout, seed),
         {"k_lengths": k_lengths, "q_offsets": q_offsets, "k_offsets": k_offsets},
         scale=scale,
         is_causal=is_causal,
@@ -590,7 +594,7 @@ def _solve_backward(
     optional: tuple[Any, ...],
     need: Sequence[str] | None,
     score: Score | None,
-    dropout: Dropout | None,
+    dropout: tuple[Any, Any],
     places: Mapping[str, Any],
     **options: Any,
 ) -> tuple[Any, ...]:
@@ -603,14 +607,16 @@ def _solve_backward(
     arrays = tuple(dispatch.sparse_inputs(name, args, where.without_masks(arrays)))
     more = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sinks": sinks}
     more |= (of_score := arrays_of(name, score)) | where.separated(arrays)
+    more |= dropout_arguments.arrays_of(dropout[1])
     native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more)
     by_arg = dict(zip(more, native_more, strict=True))
     where.native(by_arg)
     out, lse, dout, dlse, sinks, *_ = native_more
     operands = operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs)
+    dropped = dropout_arguments.of_arguments(name, dropout[0], by_arg.get("seed", dropout[1]))
     problem = attention_problem.gradient_problem(
-        dense, out, lse, dout, dlse, name, sinks=sinks, score=operands, dropout=dropout,
+        dense, out, lse, dout, dlse, name, sinks=sinks, score=operands, dropout=dropped,
         **options, **where.options,
     )  # fmt: skip
     where.check(problem)

@@ -24,9 +24,10 @@ class Dropout:
     """
 
     p: float
-    seed: int = field(compare=False)
+    seed: Any = field(compare=False)  # an int, or an array of one on a device
     sequences: int = 1
     sequence: int = 0
+    on_device: bool = False  # whether it is such an array
 
     @property
     def threshold(self) -> int:
@@ -38,6 +39,16 @@ class Dropout:
         """What kept weights are multiplied by; 0 where none is kept."""
         return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
 
+    @property
+    def operand(self) -> int:
+        """The number that a launch is given: the seed, or its address."""
+        return int(self.seed.data.ptr) if self.on_device else int(self.seed)
+
+    @property
+    def field(self) -> str:
+        """The field of ``AttentionParams`` that has it."""
+        return "dropout.seed_data" if self.on_device else "dropout.seed"
+
     def packed(self, offsets: Any) -> Dropout:
         """Return that of packed sequences, given their offsets or None."""
         return self if offsets is None else replace(self, sequences=max(1, offsets.shape[0] - 1))
@@ -47,9 +58,13 @@ class Dropout:
         return replace(self, sequence=max(0, number))
 
 
-def of_arguments(
-    name: str, p: Any, seed: Any, args: tuple[str, str] = ("dropout", "seed")
-) -> Dropout | None:
+def arrays_of(seed: Any) -> dict[str, Any]:
+    """Return a seed that is an array, but of NumPy, by its name: those of a call go together."""
+    is_array = hasattr(seed, "__dlpack__") and not isinstance(seed, np.ndarray)
+    return {"seed": seed} if is_array else {}
+
+
+def of_arguments(name: str, p: Any, seed: Any, arg: str = "dropout") -> Dropout | None:
     """Check the arguments of a call, and return its dropout; None without.
 
     Parameters
@@ -58,18 +73,19 @@ def of_arguments(
         The public function that errors speak of.
     p : float
         The probability that a weight is dropped.
-    seed : int, array of NumPy, or None
+    seed : int, native array, or None
         None where `p` is 0.
-    args : tuple of str, optional
-        The names of both.
+    arg : str, optional
+        The name of `p`.
     """
-    share = probability(name, args[0], p)
+    share = probability(name, arg, p)
     if seed is None:
         if share > 0.0:
-            raise TypeError(f"{name}: {args[1]} is None, want {_WANTED} ({args[0]} is {share:g})")
+            raise TypeError(f"{name}: seed is None, want {_WANTED} ({arg} is {share:g})")
         return None
-    number = seed_of(name, args[1], seed)
-    return Dropout(share, number) if share > 0.0 else None
+    number = seed_of(name, seed)
+    on_device = not isinstance(number, int)
+    return Dropout(share, number, on_device=on_device) if share > 0.0 else None
 
 
 def probability(name: str, arg: str, p: Any) -> float:
@@ -80,12 +96,20 @@ def probability(name: str, arg: str, p: Any) -> float:
     return share
 
 
-def seed_of(name: str, arg: str, seed: Any) -> int:
-    """Return the number of a seed; that of an array counts modulo 2**64."""
-    if not isinstance(seed, np.ndarray):
-        return checks.whole(name, arg, seed, _WANTED, range(_SEEDS))
+def seed_of(name: str, seed: Any) -> Any:
+    """Return the number of a seed, or the array itself if it is on a device.
+
+    The number of an array counts modulo 2**64.
+    """
+    on_host = isinstance(seed, np.ndarray)
+    if not on_host and not hasattr(getattr(seed, "data", None), "ptr"):
+        return checks.whole(name, "seed", seed, _WANTED, range(_SEEDS))
     if seed.dtype.kind not in "iu":
-        raise TypeError(f"{name}: {arg} has dtype {seed.dtype}, want an integer one")
+        raise TypeError(f"{name}: seed has dtype {seed.dtype}, want an integer one")
     if seed.size != 1:
-        raise ValueError(f"{name}: {arg} has shape {seed.shape}, want an array of one integer")
+        raise ValueError(f"{name}: seed has shape {seed.shape}, want an array of one integer")
+    if not on_host:
+        if seed.dtype.itemsize != 8:
+            raise TypeError(f"{name}: seed has dtype {seed.dtype}, want int64 or uint64 on a GPU")
+        return seed
     return int(seed.reshape(-1)[0]) % _SEEDS

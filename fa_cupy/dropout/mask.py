@@ -82,9 +82,11 @@ def dropout_mask(
     >>> bool(np.allclose(out, (weights * kept / 0.75) @ v))
     True
     """
-    dropout = arguments.of_arguments(_NAME, p, seed, ("p", "seed"))
+    dropout = arguments.of_arguments(_NAME, p, seed, "p")
     if seed is None:
-        arguments.seed_of(_NAME, "seed", seed)
+        arguments.seed_of(_NAME, seed)
+    if dropout is not None and dropout.on_device:
+        raise TypeError(f"{_NAME}: seed is an array on a GPU, want seed.get()")
     if not isinstance(shape, (tuple, list)) or len(shape) < 2:
         raise TypeError(f"{_NAME}: shape is {checks.show(shape)}, want a tuple (..., Lq, Lk)")
     sizes = [checks.whole(_NAME, f"shape[{i}]", n) for i, n in enumerate(shape)]

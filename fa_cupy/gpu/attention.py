@@ -321,9 +321,11 @@ def attention(
 
 def _check_dropout(problem: Problem, bias: Any, mask: Any, device: int) -> None:
     """Raise unless a kernel with dropout serves a call."""
+    assert problem.dropout is not None
+    if problem.dropout.on_device:
+        require_whole_elements(seed=problem.dropout.seed)
     whole = not isinstance(bias, SparseBias) and not isinstance(mask, tuple)
     if not (whole and _served(problem, device, None)):
-        assert problem.dropout is not None
         raise NotImplementedError(
             f"{_NAME}: dropout is {problem.dropout.p:g}, and no kernel on a GPU serves this call, "
             "want float16 or bfloat16, dims up to 256, and no lengths, pages, offsets or sparse "
@@ -333,7 +335,7 @@ def _check_dropout(problem: Problem, bias: Any, mask: Any, device: int) -> None:
 
 def _seed(problem: Problem) -> int | None:
     """Return the seed of dropout; plans are kept for calls with any."""
-    return None if problem.dropout is None else problem.dropout.seed
+    return None if problem.dropout is None else problem.dropout.operand
 
 
 def _by_gathering(

@@ -258,16 +258,18 @@ def _with_dropout(
     keys: KeyArrays | None,
 ) -> dict[str, Any]:
     """Do as `backward` by kernels; raise where none has a build with dropout."""
-    found = None
+    found, dropout = None, problem.dropout
+    assert dropout is not None
+    if dropout.on_device:
+        require_whole_elements(_NAME, seed=dropout.seed)
     if keys is None and not isinstance(inputs[3], SparseBias) and not isinstance(inputs[4], tuple):
         of_score = {} if score is None else dict(score.named())
         named = _named(inputs, results)
         require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
         found = by_kernels(problem, inputs, results, need, empty, sinks, score)
     if found is None:
-        assert problem.dropout is not None
         raise NotImplementedError(
-            f"{_NAME}: dropout is {problem.dropout.p:g}, and no kernel on a GPU serves this call, "
+            f"{_NAME}: dropout is {dropout.p:g}, and no kernel on a GPU serves this call, "
             "want float16 or bfloat16, dims that are multiples of 8 up to 256, and no lengths, "
             "offsets, sparse bias or gradient of a bias (or arrays on the CPU)"
         )
@@ -480,7 +482,7 @@ def by_kernels(
         grads["dbias"] = cupy.empty(of_bias.shape, of_bias.dtype)
     arrays |= {"bias": bias, "sinks": sinks, **grads}
     of_score = () if score is None else addresses_of(score)
-    of_score = (*of_score, *([] if problem.dropout is None else [problem.dropout.seed]))
+    of_score = (*of_score, *([] if problem.dropout is None else [problem.dropout.operand]))
     of_score = (*of_score, *[x.data.ptr for x in of_keys])
     memory = rows = None
     if "sinks" in need:

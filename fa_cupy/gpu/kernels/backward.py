@@ -591,5 +591,5 @@ def strided_params(
     addresses |= traits.operands
     if dropout is not None:
         attention_params.fill_dropout(params["common"]["dropout"][0], problem, dropout)
-        addresses["common.dropout.seed"] = "seed"
+        addresses[f"common.{dropout.field}"] = "seed"
     return params, addresses

@@ -244,9 +244,9 @@ class Traits:
         #: The field of ``AttentionParams`` that points to each.
         self.fields = {name: name for name in self.pointers if name not in score_arrays.values()}
         self.fields |= score_arrays
-        if problem.dropout is not None:  # a number in place of an address
+        if problem.dropout is not None:  # an address, or a number in place of it
             self.pointers += ("seed",)
-            self.fields["dropout.seed"] = "seed"
+            self.fields[problem.dropout.field] = "seed"
 
     def aligned(self, names: tuple[str, ...] = _ROWS) -> tuple[str, ...]:
         """Return the names of arrays whose rows begin at multiples of 16 bytes if the arrays do.
