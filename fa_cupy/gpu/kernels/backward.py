@@ -41,7 +41,7 @@ from fa_cupy.gpu.kernels.tensor_maps import (
     maps_walk,
     padded,
 )
-from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.gpu.kernels.variant import DROPOUT_DEFINES, PARAMS, Variant
 from fa_cupy.gpu.plan import Step
 from fa_cupy.tiled.softcap import folds
 
@@ -128,9 +128,9 @@ class BackwardVariant(Variant):
         return (
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", self.params_bytes),
+            ("FA_PARAMS_BYTES", PARAMS[self.dropout].itemsize),
             *self.packed_defines,
-            *self.dropout_defines,
+            *DROPOUT_DEFINES[self.dropout],
             *self.score_defines,
         )
 

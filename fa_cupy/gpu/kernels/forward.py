@@ -162,8 +162,9 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
     if found is None:
         return None
-    packed, dropped = problem.offsets is not None, problem.dropout is not None
-    return found.for_sequences(packed).for_dropout(dropped)
+    if problem.dropout is not None:
+        return found.for_dropout(True)
+    return found if problem.offsets is None else found.for_sequences(True)
 
 
 def takes_dropout(problem: Problem) -> bool:
@@ -242,7 +243,8 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     assert isinstance(variant, Row)
     if problem.offsets is not None:
         variant = variant.for_sequences(True)
-    variant = variant.for_dropout(problem.dropout is not None)
+    if problem.dropout is not None:
+        variant = variant.for_dropout(True)
     if isinstance(variant, FwdSm90) and traits.key_views:
         variant = variant.for_keys(True, False, pages=problem.pages is not None)
     if isinstance(variant, FwdFp64):

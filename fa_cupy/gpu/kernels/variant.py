@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 DTYPE_NAMES = ("float16", "bfloat16")
 
+# Of builds without dropout and with it: tuples, for a first call takes a step for each function.
+#: What all kernels of attention are given.
+PARAMS = ATTENTION_PARAMS, PARAMS_WITH_DROPOUT
+#: The constant of ``cuda_src/common/dropout.cuh``.
+DROPOUT_DEFINES: tuple[tuple[tuple[str, int], ...], ...] = (), (("FA_DROPOUT", 1),)
+#: Bytes of ``DropoutEntry`` there.
+DROPOUT_ENTRY_BYTES = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -103,9 +111,9 @@ class Variant:
             ("FA_STAGES", self.stages),
             ("FA_SPARSE", int(self.sparse)),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", self.params_bytes),
+            ("FA_PARAMS_BYTES", PARAMS[self.dropout].itemsize),
             *self.packed_defines,
-            *self.dropout_defines,
+            *DROPOUT_DEFINES[self.dropout],
             *self.score_defines,
         )
 
@@ -113,21 +121,6 @@ class Variant:
     def packed_defines(self) -> tuple[tuple[str, int], ...]:
         """The constant of ``cuda_src/common/row_intervals.cuh``."""
         return (("FA_PACKED", 1),) if self.packed else ()
-
-    @property
-    def params_bytes(self) -> int:
-        """Size of the parameters that all kernels of attention share."""
-        return (PARAMS_WITH_DROPOUT if self.dropout else ATTENTION_PARAMS).itemsize
-
-    @property
-    def dropout_bytes(self) -> int:
-        """What dropout takes of the shared memory of a work tile, rounded up: ``DropoutEntry``."""
-        return 16 if self.dropout else 0
-
-    @property
-    def dropout_defines(self) -> tuple[tuple[str, int], ...]:
-        """The constant of ``cuda_src/common/dropout.cuh``."""
-        return (("FA_DROPOUT", 1),) if self.dropout else ()
 
     @property
     def score_defines(self) -> tuple[tuple[str, int], ...]:

@@ -11,7 +11,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     make_params,
     mask_addresses,
 )
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, DTYPE_NAMES, Variant
 from fa_cupy.gpu.plan import Step
 
 _WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
@@ -38,7 +38,7 @@ class FwdSm80(Variant):
         return (
             tiles
             + _WORK_BYTES
-            + self.dropout_bytes
+            + DROPOUT_ENTRY_BYTES * self.dropout
             + listed
             + (2 * self.tile_m * self.tile_n if self.stages_bias else 0)
         )

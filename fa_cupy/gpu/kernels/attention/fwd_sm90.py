@@ -17,10 +17,8 @@ import numpy as np
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.kernels.attention.attention_params import (
-    ATTENTION_PARAMS,
     MAX_BATCH_AXES,
     MAX_LENGTH,
-    PARAMS_WITH_DROPOUT,
     Traits,
     cached_entries,
     make_params,
@@ -37,7 +35,7 @@ from fa_cupy.gpu.kernels.tensor_maps import (
     maps_walk,
     padded,
 )
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, DTYPE_NAMES, PARAMS, Variant
 from fa_cupy.gpu.plan import MARK, Step
 from fa_cupy.keys.layout import Pages
 
@@ -70,7 +68,7 @@ TILE_SCHEDULER = np.dtype(
 )
 #: The same fields in the same order as ``struct FwdSm90Params`` in
 #: ``cuda_src/attention/fwd_sm90.cuh``, which checks the size when it is compiled.
-FWD_SM90_PARAMS, SM90_PARAMS_WITH_DROPOUT = (
+FWD_SM90_PARAMS, _ = SM90_PARAMS = tuple(
     padded(
         [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
         + [("common", common), ("scheduler", TILE_SCHEDULER), ("size", np.int32, (MAP_AXES,))]
@@ -85,7 +83,7 @@ FWD_SM90_PARAMS, SM90_PARAMS_WITH_DROPOUT = (
         + [(name, np.int32) for name in ("page_axis", "page_box")],
         alignment=64,
     )
-    for common in (ATTENTION_PARAMS, PARAMS_WITH_DROPOUT)
+    for common in PARAMS
 )
 
 
@@ -155,7 +153,7 @@ class FwdSm90(Variant):
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
-        work += (16 if self.lengths else 0) + self.dropout_bytes
+        work += (16 if self.lengths else 0) + DROPOUT_ENTRY_BYTES * self.dropout
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
@@ -181,16 +179,11 @@ class FwdSm90(Variant):
             ("FA_Q_STAGES", self.q_stages),
             ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
             ("FA_Q_IN_REGISTERS", int(self.q_registers)),
-            ("FA_SM90_PARAMS_BYTES", self.sm90_params.itemsize),
+            ("FA_SM90_PARAMS_BYTES", SM90_PARAMS[self.dropout].itemsize),
             *((("FA_SPLIT", 1),) if self.split else ()),
             *((("FA_LENGTHS", 1),) if self.lengths else ()),
             *((("FA_PAGES", 1),) if self.pages else ()),
         )
-
-    @property
-    def sm90_params(self) -> np.dtype[Any]:
-        """The parameters of a launch."""
-        return SM90_PARAMS_WITH_DROPOUT if self.dropout else FWD_SM90_PARAMS
 
     def for_score(self, score: ScoreMod | None) -> FwdSm90:
         """Return the build of this row for calls with such scores."""
@@ -369,7 +362,7 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
     strides = {name: [0] * missing + strides[name] for name in MAPPED}
     tiles = splits * -(-problem.q_len * heads // variant.tile_m)
 
-    params = np.zeros(1, variant.sm90_params)
+    params = np.zeros(1, SM90_PARAMS[variant.dropout])
     p = params[0]
     p["common"] = make_params(traits, variant.tile_m)[0][0]
     p["common"]["q_tiles"], p["common"]["aligned"] = tiles // splits, 1
