@@ -469,7 +469,7 @@ def attention_backward(
         Those of that call. There are no gradients for calls with a `page_table`.
     dropout : float, optional
     seed : int or array of one integer, optional
-        Those of that call. On a GPU as there, and also without the gradient of a bias.
+        Those of that call. On a GPU as there, and also without gradients of a `score`.
 
     Returns
     -------

@@ -271,7 +271,7 @@ def _with_dropout(
         raise NotImplementedError(
             f"{_NAME}: dropout is {dropout.p:g}, and no kernel on a GPU serves this call, "
             "want float16 or bfloat16, dims that are multiples of 8 up to 256, and no lengths, "
-            "offsets, sparse bias or gradient of a bias (or arrays on the CPU)"
+            "offsets, sparse bias or gradient of a score (or arrays on the CPU)"
         )
     return found
 

@@ -78,7 +78,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
         that no kernel can walk, packed sequences with a mask or with scores of positions, with
-        dropout all but the gradients of q, k and v in 16 bits. Of float32 and float64 also dims
+        dropout other dtypes than those of 16 bits. Of float32 and float64 also dims
         above 128 in float32, or without 227 KB of shared memory.
     """
 
@@ -128,7 +128,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
 def _with_dropout(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     """Return the kernels of a call with dropout: builds of those for SM80."""
     plain = select(wanted._replace(dropout=False, mapped=False), target)
-    if not wanted.strided or wanted.dtype not in DTYPE_NAMES or wanted.dbias or wanted.packed:
+    if not wanted.strided or wanted.dtype not in DTYPE_NAMES or wanted.packed:
         return ()
     return (*plain[:1], *[row.for_dropout(True) for row in plain[1:]])
 
