@@ -7,6 +7,7 @@ from fa_cupy import reference
 from fa_cupy.dropout.arguments import Dropout
 from fa_cupy.gpu.kernels import backward
 from fa_cupy.gpu.kernels.attention_backward import select
+from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.support.every_run import some
 from tests.support.kernel_attention import BANDS, DTYPES, blocks_of, draw
 from tests.support.planted import plant
@@ -57,8 +58,27 @@ def test_every_call(dtype, dim, masked):
     check(rows, dtype, dim, mask, bad=True, softcap=0.0)
 
 
+@pytest.mark.parametrize("axes", ["pair", "key"])
+def test_gradient_of_a_bias(axes):
+    score = ScoreMod(bias_axes=axes, bias_dtype="float32")
+    wanted = backward.Wanted("float16", 64, mapped=False, dropout=True, dbias=True, score=score)
+    shapes = zip((4, 2, 2, 4), (70, 200, 200, 70), strict=True)
+    q, k, v, dout = (draw(2, *x, 64, dtype=DTYPES["float16"], seed=i) for i, x in enumerate(shapes))
+    bias = draw(4, 70 if axes == "pair" else 1, 200, dtype=np.dtype(np.float32))
+    of_call = {"dropout": DROPOUT.p, "seed": DROPOUT.seed}
+    out, lse = reference.attention(q, k, v, bias, **of_call)
+    dlse = draw(2, 4, 70, dtype=np.dtype(np.float32))
+    given = (dout, q, k, v, out.astype(np.float16), lse, dlse)
+    found = attention_backward(select(wanted, "sm_80"), *given, bias=bias, dropout=DROPOUT)
+    want = reference.attention_backward(dout, q, k, v, bias, dlse=dlse, **of_call)
+    errors = [
+        reference.relative_error(x.astype(float), y) for x, y in zip(found, want, strict=True)
+    ]
+    assert max(errors) < 1e-3, errors
+
+
 def test_what_has_no_build_is_not_chosen():
-    for more in ({"dbias": True}, {"packed": True}, {"strided": False}, {"dtype": "float32"}):
+    for more in ({"packed": True}, {"strided": False}, {"dtype": "float32"}):
         wanted = {"dtype": "float16", "dim": 64, "dropout": True} | more
         assert select(backward.Wanted(**wanted), "sm_90a") == ()
 
