@@ -153,11 +153,12 @@ def attention(
     NotImplementedError
         For a `dropout` on a GPU that its kernels do not have.
         While a stream is captured into a CUDA graph: for dims above 256, for up to 16 queries of
-        float64, for a `score` together with a softcap or a bias and for lengths, pages and offsets
-        in the memory of the host (the capture can go on), and in a capture mode other than
-        "relaxed" for the first call with a `BitMask`, which takes memory from the driver. For a
-        sparse `bias` on a GPU: in a capture, for float64 and for dims above 256. For a `score` with
-        `i` or `j` and offsets on a GPU, where no kernel serves the call.
+        float64 without `k_lengths`, for a `score` together with a softcap or a bias and for
+        lengths, pages and offsets in the memory of the host (the capture can go on), and in
+        a capture mode other than "relaxed" for the first call with a `BitMask`, which takes
+        memory from the driver. For a sparse `bias` on a GPU: in a capture, for float64 and
+        for dims above 256. For a `score` with `i` or `j` and offsets on a GPU, where no
+        kernel serves the call.
 
     See Also
     --------
@@ -486,12 +487,12 @@ def attention_backward(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for dims above 256 (128 in float32) and, in 16
-        bits, for dims that are not multiples of 8; for the gradient of a `bias` in float32 and
-        float64, and of an array of a `score`; with a `score` or a `BitMask` as for `attention`. For
-        a sparse `bias` on a GPU: as for `attention`, and also with `sinks`, for gradients of arrays
-        of a `score`, and for masks of heads that share keys. With offsets on a GPU: as for
-        `attention`.
+        While a stream is captured into a CUDA graph: for dims above 256 (before Hopper, and in
+        float32 with the gradient of a `bias`, above 128 in float32 and float64) and, in 16 bits,
+        for dims that are not multiples of 8; for the gradient of an array of a `score`; with a
+        `score` or a `BitMask` as for `attention`. For a sparse `bias` on a GPU: as for `attention`,
+        and also with `sinks`, for gradients of arrays of a `score`, and for masks of heads
+        that share keys. With offsets on a GPU: as for `attention`.
 
     See Also
     --------

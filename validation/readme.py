@@ -168,25 +168,26 @@ def _speed(row: store.Row) -> str:
 
 
 def summary(family: Family = stored) -> Table | None:
-    """One row a kind of call: its speed and that of the fastest peer of the same run."""
+    """One row a kind of call: its newest speed and that of the fastest peer of the same run."""
     lines, devices = [], []
     for name, wanted, case in SUMMARY:
         rows = [(device, row) for device, row in family(wanted) if row["case"] == case]
-        for device, own in rows:
-            if own["impl"] != "fa_cupy":
-                continue
-            peers = [
-                row
-                for where, row in rows
-                if where == device and row["impl"] in PEERS and row["date"] == own["date"]
-            ]
-            best = max(filter(itemgetter("value"), peers), key=report.speed, default=None)
-            cells = [f"{name} ({device})", _speed(own), "-", "-"]
-            if best:
-                cells[2] = f"{_speed(best)}, {PEERS[best['impl']]}"
-                cells[3] = f"{report.speed(own) / report.speed(best):.2f}"
-            lines.append(cells)
-            devices.append(device)
+        of_fa_cupy = [found for found in rows if found[1]["impl"] == "fa_cupy"]
+        if not of_fa_cupy:
+            continue
+        device, own = max(of_fa_cupy, key=lambda found: found[1]["date"])
+        peers = [
+            row
+            for where, row in rows
+            if where == device and row["impl"] in PEERS and row["date"] == own["date"]
+        ]
+        best = max(filter(itemgetter("value"), peers), key=report.speed, default=None)
+        cells = [f"{name} ({device})", _speed(own), "-", "-"]
+        if best:
+            cells[2] = f"{_speed(best)}, {PEERS[best['impl']]}"
+            cells[3] = f"{report.speed(own) / report.speed(best):.2f}"
+        lines.append(cells)
+        devices.append(device)
     if not lines:
         return None
     # Most rows are of one device, which is named once.

@@ -174,7 +174,7 @@ FA_DEVICE void products_to_weights(const DbiasParams& params, const PairStep& st
   for (int i = 0; i < kMmaM; ++i) {
     load_and_apply_score_mod<false>(p, bias_offset, s[i], query + 16 * i, key);
   }
-  mask_scores<false, kSparse>(params, s, step.in_band, step.words_index, query, key);
+  mask_scores<false, kSparse>(params, params.common, s, step.in_band, step.words_index, query, key);
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll

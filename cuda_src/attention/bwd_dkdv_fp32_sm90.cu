@@ -5,8 +5,9 @@
 // the tiles of kTileM queries that see some of them, head by head of those that share the keys.
 //   S^T = K Q^T,  P^T = exp(S^T - LSE),          dV += P^T dO
 //   dP^T = V dO^T,  dS^T = P^T (dP^T - delta),   dK += dS^T Q
-// Each warpgroup has all of this for its own 64 keys (backward_fp32_sm90.cuh).
-#include "cuda_src/common/backward_fp32_sm90.cuh"
+// Each warpgroup has all of this for its own 64 keys (backward_fp32_sm90.cuh), or one of these
+// lines where two share keys (backward_fp32_shared_rows.cuh).
+#include "cuda_src/common/backward_fp32_shared_rows.cuh"
 
 FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {
   const AttentionParams& p = params.common;
@@ -42,6 +43,41 @@ FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {
   }
 }
 
+// As `consume` where two warpgroups share keys: one has the sums of dV, the other one those of dK.
+FA_DEVICE void consume_shared(const BwdFp32Params& params, TileStorage& shared) {
+  const AttentionParams& p = params.common;
+  const WorkTile& work = shared.work;
+  const int role = warp_role();
+  Sums sums;
+  clear(sums);
+  PipelineState<kStages> pipeline;
+  OtherTile at = next_visible(params, work, {0, work.begin});
+  if (at.head < params.group) {
+    wait(shared.own_full, 0);
+    find_own_limits(shared);
+  }
+#pragma unroll 1
+  while (at.head < params.group) {
+    const int stage = pipeline.index();
+    Scores x;
+    multiply_and_exchange(params, shared, pipeline, at, {}, x);
+    // dV += P^T dO or dK += dS^T Q
+    add_product(shared, stage, 1 - role, x, sums, [&] {
+      if (role == 0) release_per_lane(shared.empty[stage][0]);
+    });
+    release_per_lane(shared.empty[stage][1 - role]);
+    pipeline.advance();
+    at = next_visible(params, work, {at.head, at.tile + 1});
+  }
+  const bool of_values = role == 0;
+  const uint32 again =
+      write_sums(params, work, of_values ? params.dv : params.dk, p.k_len,
+                 of_values ? p.v_dim : p.head_dim, sums, of_values ? 1.0f : p.scale);
+  const auto row_of = [&](uint32 entry, int query) { return known_row(params, entry, query); };
+  for_each_row(work, again,
+               [&](int key) { recompute_key<kDim>(params, work, row_of, key, of_values); });
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_bwd_dkdv_fp32_sm90(const __grid_constant__ BwdFp32Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -54,7 +90,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   __syncthreads();
   if (threadIdx.x < 32 * kConsumers) {
     setmaxnreg_inc<kConsumerRegisters>();
-    consume(params, shared);
+    if constexpr (kRowGroups > 1) {
+      consume_shared(params, shared);
+    } else {
+      consume(params, shared);
+    }
   } else {
     setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x / 32 == kConsumers && elect_sync()) {

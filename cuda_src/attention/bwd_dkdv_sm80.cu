@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       apply_score_mod_backward<true>(params.common, bias_offset, s, dp, own, other);
     }
     const bool in_band = step.tile >= work.tiles.full_begin && step.tile < work.tiles.full_end;
-    mask_scores<true, kSparse>(params, s, in_band, words_index, own, other);
+    mask_scores<true, kSparse>(params, params.common, s, in_band, words_index, own, other);
     compute_p_ds(s, dp, rows, params.common);  // P^T = exp(S^T - LSE), dS^T = P^T (dP^T - delta)
     if constexpr (kDropout) drop_by_bits(s, kept);
 

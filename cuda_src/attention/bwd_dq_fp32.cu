@@ -26,7 +26,7 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, SharedStorage& share
       Scores s, unused;
       clear(unused);
       multiply_arrays(shared, 0, 0, row, s);
-      make_scores(params, part_of(params, work, at, row), s, [](int, int, int, float) {});
+      make_scores(params, work, part_of(params, work, at, row), s, [](int, int, int, float) {});
       check_range(shared, 0, row, s, unused);
       add_scores(shared, 0, row, statistics, s);
     }
@@ -86,6 +86,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   cp_async_wait_group<0>();
   const uint32 again = write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, p.scale);
   for_each_row(work, again, [&](int query) {
-    recompute_dq<kDim>(params, work.entry, known_row(params, work.entry, query), query);
+    recompute_dq<kDim>(params, work, known_row(params, work.entry, query), query);
   });
 }

@@ -20,11 +20,12 @@ constexpr double kLseToleranceFp64 = 1.0 / (1ll << 48);
 
 // What is known of a query by its LSE and its output, by a whole warp.  One that does not exist, or
 // that sees no key, has weights of 0.
-FA_DEVICE QueryRow known_row(const BwdFp64Params& params, uint32 entry, int query) {
+FA_DEVICE QueryRow known_row(const BwdFp64Params& params, const WorkTile& work, int query) {
   const AttentionParams& p = params.common;
+  const uint32 entry = work.entry;
   const int64 index = static_cast<int64>(entry) * p.q_len + query;
   const double lse =
-      query < p.q_len && !is_invalid_row(p, query) ? params.lse[index] : -FA_INFINITY;
+      query < p.q_len && !is_invalid_row(p, work, query) ? params.lse[index] : -FA_INFINITY;
   if (lse == -FA_INFINITY) return {FA_INFINITY, 1.0, 0.0, 0.0};
   const double product = dot_of_warp(row_start(params, params.dout, entry, query),
                                      row_start(params, params.out, entry, query), p.v_dim);
@@ -37,7 +38,7 @@ FA_DEVICE bool is_far(double lse) { return fabs(lse) >= kFarFp64 && fabs(lse) < 
 FA_DEVICE void find_known_rows(const BwdFp64Params& params, SharedStorage& shared) {
 #pragma unroll 1
   for (int r = threadIdx.x / 32; r < kTileM; r += kWarps) {
-    const QueryRow row = known_row(params, shared.work.entry, shared.work.first_own + r);
+    const QueryRow row = known_row(params, shared.work, shared.work.first_own + r);
     if (threadIdx.x % 32 != 0) continue;
     shared.rows[0][r] = row;
     if (is_far(row.shift)) shared.work.any_far = 1;
@@ -165,6 +166,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   cp_async_wait_group<0>();
   write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, params.scale, [&](int query) {
-    recompute_dq<kSumCols>(params, work.entry, shared.rows[0][query - work.first_own], query);
+    recompute_dq<kSumCols>(params, work, shared.rows[0][query - work.first_own], query);
   });
 }

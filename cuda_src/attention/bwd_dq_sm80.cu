@@ -177,7 +177,7 @@ FA_DEVICE void mod_and_mask_scores(const BackwardParams& params, const WorkTile&
   if constexpr (kScoreMod) {
     apply_score_mod_backward<false>(p, batch_offsets(p, work.entry).bias, s, dp, own, other);
   }
-  mask_scores<false, kSparse>(params, s, in_band, words_index, own, other);
+  mask_scores<false, kSparse>(params, params.common, s, in_band, words_index, own, other);
 }
 
 // dS = P (dP - delta), P = exp(S - LSE), in place of dP - delta.

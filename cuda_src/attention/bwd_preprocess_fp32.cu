@@ -55,6 +55,18 @@ FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16
   return largest == 0.0f ? 0.0f : power_of_two(-exponent / 2);
 }
 
+// What a warp knows of the entry of its row.
+struct Entry {
+#if FA_LENGTHS
+  KeyBand band;
+#endif
+};
+FA_DEVICE Entry entry_of(const AttentionParams& p, uint32 number) {
+  Entry entry;
+  find_band(p, entry, number);
+  return entry;
+}
+
 FA_DEVICE void prepare_query(const BwdFp32Params& params, int64 index) {
   const AttentionParams& p = params.common;
   const uint32 entry = static_cast<uint32>(index / params.entry_rows);
@@ -65,7 +77,8 @@ FA_DEVICE void prepare_query(const BwdFp32Params& params, int64 index) {
                                   params.q_pairs, index);
   const float of_dout = split_whole_row(dout, p.v_dim, exists, params.dout_pairs, index);
   const int64 in_batch = static_cast<int64>(entry) * p.q_len + query;
-  float lse = exists && !is_invalid_row(p, query) ? params.lse[in_batch] : -FA_INFINITY;
+  float lse =
+      exists && !is_invalid_row(p, entry_of(p, entry), query) ? params.lse[in_batch] : -FA_INFINITY;
   float delta = 0.0f;
   if (lse == -FA_INFINITY) {
     lse = FA_INFINITY;
@@ -96,7 +109,7 @@ FA_DEVICE void prepare_key(const BwdFp32Params& params, int64 index) {
   const uint32 entry = shared_entry * params.group;
   const int key =
       static_cast<int>(index - static_cast<int64>(shared_entry) * params.key_entry_rows);
-  const bool exists = key < p.k_len;
+  const bool exists = key < band_of(p, entry_of(p, entry)).k_len;
   const float k = split_whole_row(row_start(params, params.k, entry, key), p.head_dim, exists,
                                   params.k_pairs, index);
   const float v = split_whole_row(row_start(params, params.v, entry, key), p.v_dim, exists,

@@ -105,6 +105,7 @@ FA_DEVICE void find_work(const AttentionParams& params, SparseStorage& shared) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
     shared.band = key_tiles(params, shared.work.q_begin,
                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    restrict_to_length(params, shared.work, shared.band, kTileN);
     if constexpr (kSparse) {
       shared.listed.row =
           row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);
@@ -133,8 +134,8 @@ FA_DEVICE void load_q(const AttentionParams& params, const SharedStorage& shared
 // With the words of a mask that this thread needs.
 FA_DEVICE void load_k(const AttentionParams& params, SparseStorage& shared, int tile) {
   KVTile::load(cvta_to_shared(shared.k), static_cast<const float*>(params.k) + shared.work.at.k,
-               params.k_row, key_tile(shared, tile) * kTileN, params.k_len, params.head_dim,
-               params.aligned);
+               params.k_row, key_tile(shared, tile) * kTileN, band_of(params, shared.work).k_len,
+               params.head_dim, params.aligned);
   if constexpr (kSparse) load_words(params, shared, tile);
 }
 
@@ -142,8 +143,8 @@ FA_DEVICE void load_k(const AttentionParams& params, SparseStorage& shared, int 
 FA_DEVICE void load_v(const AttentionParams& params, SparseStorage& shared, const TileRange& tiles,
                       int tile) {
   KVTile::load(cvta_to_shared(shared.v), static_cast<const float*>(params.v) + shared.work.at.v,
-               params.v_row, key_tile(shared, tile) * kTileN, params.k_len, params.v_dim,
-               params.aligned);
+               params.v_row, key_tile(shared, tile) * kTileN, band_of(params, shared.work).k_len,
+               params.v_dim, params.aligned);
   if constexpr (kSparse) load_block_index(params, shared, tiles, tile + 1);
 }
 
@@ -222,7 +223,7 @@ FA_DEVICE void mask_by_words(const SparseStorage& shared, float (&s)[1][kMmaN][4
 FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
                             float (&s)[1][kMmaN][4], int key_tile) {
   const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
-  mask_outside_band(params, s, work.q_begin + 16 * warp + lane / 4,
+  mask_outside_band(band_of(params, work), s, work.q_begin + 16 * warp + lane / 4,
                     key_tile * kTileN + 2 * (lane % 4));
 }
 
@@ -323,7 +324,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     // The same for V, and every warp has left K.
     cp_async_wait_group<0>();
     KVTile::split_rows(cvta_to_shared(shared.v), [&](int row, int exponent, float largest) {
-      const int of_zeros = key * kTileN + row < params.k_len ? kZeroExponent : kNoExponent;
+      const int k_len = band_of(params, work).k_len;
+      const int of_zeros = key * kTileN + row < k_len ? kZeroExponent : kNoExponent;
       shared.v_exponent[row] = largest == 0.0f ? of_zeros : -exponent;
     });
     __syncthreads();

@@ -41,11 +41,15 @@ constexpr int kTilesPerBlock = kMaskBlock / kTileN;
 // The high parts of Q are read from registers by two of three products: from shared memory they
 // would be read anew for each, and it is as busy as the tensor cores.
 constexpr bool kQInRegisters = kParts == 2 && kDim <= 128;
+// High parts of Q meet both parts of K as one operand: with 32 keys each, reading Q takes as long
+// as reading both of these.  So high parts of 64 columns of K lie before the low parts of these.
+constexpr bool kStacked = kParts == 2 && kTileN == 32;
 // The output's columns that a product of weights and values computes at once: with 128, there are
 // no registers for that.
 constexpr int kPvCols = 64;
-// Steps of 16 that tensor cores add up to scores; sums of these are float32.
-constexpr int kSumSteps = kParts == 1 || kDim <= 128 ? kDim / 16 : 8;
+// With a stacked operand tensor cores add up so many steps of 16 columns; these sums are added in
+// float32.
+constexpr int kSumSteps = 8;
 // Of split_near(): see check_range.  Rounded numbers may be off by 2^15 times as much as pairs.
 constexpr int kExactBits = kParts == 2 ? 40 : 55;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
@@ -61,6 +65,8 @@ using VPipeline = PipelineState<kVStages>;
 static_assert(sizeof(KVTile) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
 constexpr int kQLow = QTile::kBytes;  // from high parts to low ones
 constexpr int kKLow = KVTile::Tile::kBytes;
+constexpr int kColumnsBytes = KVTile::Tile::kBlockBytes;               // of 64 columns of a part
+constexpr int kNextColumns = (kStacked ? kParts : 1) * kColumnsBytes;  // of K, from 64 columns on
 
 struct FwdFp32Sm90Params {
   AttentionParams common;
@@ -94,6 +100,7 @@ FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
     shared.band = key_tiles(params, shared.work.q_begin,
                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    restrict_to_length(params, shared.work, shared.band, kTileN);
     shared.tiles = {shared.band.begin, shared.band.end};
     if constexpr (kSparse) {
       shared.listed.row =
@@ -129,6 +136,18 @@ FA_DEVICE void load_tile(uint8* to, Scale& scale, const KVTile& from, uint64& fu
   cp_async_bulk_load(cvta_to_shared(&scale), &from.scale, sizeof(Scale), barrier);
 }
 
+// As load_tile, with both parts of 64 columns next to each other.
+FA_DEVICE void load_stacked(uint8* to, Scale& scale, const KVTile& from, uint64& full) {
+  const uint32 barrier = cvta_to_shared(&full), tile = cvta_to_shared(to);
+  mbarrier_arrive_expect_tx(barrier, sizeof(KVTile));
+#pragma unroll 1
+  for (int i = 0; i < kParts * kDim / 64; ++i) {
+    cp_async_bulk_load(tile + i * kColumnsBytes, from.part[i % kParts] + i / kParts * kColumnsBytes,
+                       kColumnsBytes, barrier);
+  }
+  cp_async_bulk_load(cvta_to_shared(&scale), &from.scale, sizeof(Scale), barrier);
+}
+
 // Copies the tiles of K and V, in the order in which they are waited for.
 FA_DEVICE void load_tiles(const FwdFp32Sm90Params& params, SharedStorage& shared) {
   const AttentionParams& p = params.common;
@@ -147,7 +166,11 @@ FA_DEVICE void load_tiles(const FwdFp32Sm90Params& params, SharedStorage& shared
     int stage = k_at.index();
     wait(shared.k_empty[stage], k_at.parity() ^ 1);
     shared.key_tile[stage] = key_tile;
-    load_tile(shared.k[stage], shared.k_scale[stage], k[key_tile], shared.k_full[stage]);
+    if constexpr (kStacked) {
+      load_stacked(shared.k[stage], shared.k_scale[stage], k[key_tile], shared.k_full[stage]);
+    } else {
+      load_tile(shared.k[stage], shared.k_scale[stage], k[key_tile], shared.k_full[stage]);
+    }
     k_at.advance();
     stage = v_at.index();
     wait(shared.v_empty[stage], v_at.parity() ^ 1);
@@ -204,24 +227,25 @@ FA_DEVICE void load_q_fragments(QFragments& q, const uint8* q_tile) {
   }
 }
 
-// S = Q K^T over some of the columns.  Starts the product; s and q are not to be touched before a
-// wgmma_wait_group.
-FA_DEVICE void gemm_qk(Scores& s, const QFragments& q, uint32 q_tile, uint32 k_tile,
-                       int part_of_dim) {
+// Where 16 columns lie in a tile: they are 32 bytes of a block's rows, and descriptors count in 16
+// bytes.
+FA_DEVICE constexpr int q_place(int step) {
+  return (step / 4 * QTile::kBlockBytes + step % 4 * 32) / 16;
+}
+FA_DEVICE constexpr int k_place(int step) { return (step / 4 * kNextColumns + step % 4 * 32) / 16; }
+
+// S = Q K^T.  Starts the product; s and q are not to be touched before a wgmma_wait_group.
+FA_DEVICE void gemm_qk(Scores& s, const QFragments& q, uint32 q_tile, uint32 k_tile) {
   const uint64 a = wgmma_descriptor(q_tile, 0), b = wgmma_descriptor(k_tile, 0);
   wgmma_fence();
 #pragma unroll
   for (int part = kFirstProduct; part < 3; ++part) {
 #pragma unroll
-    for (int i = 0; i < kSumSteps; ++i) {
-      const int step = part_of_dim * kSumSteps + i;
-      // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
-      const int a_step = (step / 4 * QTile::kBlockBytes + step % 4 * 32) / 16;
-      const int b_step = (step / 4 * KVTile::Tile::kBlockBytes + step % 4 * 32) / 16;
-      const uint64 own_b = b + b_step + (part == 1 ? kKLow / 16 : 0);
+    for (int step = 0; step < kDim / 16; ++step) {
+      const uint64 own_b = b + k_place(step) + (part == 1 ? kKLow / 16 : 0);
       if (part == 0 || !kQInRegisters) {
-        wgmma_m64k16_ss<false, kTileN>(s[0], a + a_step + (part == 0 ? kQLow / 16 : 0), own_b,
-                                       part > kFirstProduct || i > 0);
+        wgmma_m64k16_ss<false, kTileN>(s[0], a + q_place(step) + (part == 0 ? kQLow / 16 : 0),
+                                       own_b, part > kFirstProduct || step > 0);
       } else {
         wgmma_m64k16_rs<false, kTileN, kKMajor>(s[0], q[kQInRegisters ? step : 0], own_b, 1);
       }
@@ -230,15 +254,52 @@ FA_DEVICE void gemm_qk(Scores& s, const QFragments& q, uint32 q_tile, uint32 k_t
   wgmma_commit_group();
 }
 
-// Adds the products over the other columns, one after the other, to the first ones.
-FA_DEVICE void add_rest_of_qk(Scores& s, const QFragments& q, uint32 q_tile, uint32 k_tile) {
+// Products of high parts of Q, over some of the columns: with high parts of K, and behind these
+// with low parts.
+using Stacked = float[2 * kMmaN][4];
+
+// Starts them.
+FA_DEVICE void gemm_stacked(Stacked& s, uint32 q_tile, uint32 k_tile, int part_of_dim) {
+  const uint64 a = wgmma_descriptor(q_tile, 0), b = wgmma_descriptor(k_tile, 0);
+  wgmma_fence();
 #pragma unroll
-  for (int part = 1; part < kDim / 16 / kSumSteps; ++part) {
-    Scores rest;
-    gemm_qk(rest, q, q_tile, k_tile, part);
-    wgmma_wait_group<0>();
+  for (int i = 0; i < kSumSteps; ++i) {
+    const int step = part_of_dim * kSumSteps + i;
+    wgmma_m64k16_ss<false, kParts * kTileN>(s, a + q_place(step), b + k_place(step), i > 0);
+  }
+  wgmma_commit_group();
+}
+
+// Makes products of both parts of Q and K, of which those of high parts of Q over the first half of
+// the columns are there.
+FA_DEVICE void complete_stacked(Scores& s, const Stacked& first, uint32 q_tile, uint32 k_tile) {
+  static_assert(!kStacked || kDim / 16 == 2 * kSumSteps, "there are two halves");
+  Stacked second;
+  gemm_stacked(second, q_tile, k_tile, 1);
+  const uint64 a = wgmma_descriptor(q_tile + kQLow, 0), b = wgmma_descriptor(k_tile, 0);
 #pragma unroll
-    for (int e = 0; e < 4 * kMmaN; ++e) s[0][e / 4][e % 4] += rest[0][e / 4][e % 4];
+  for (int step = 0; step < kDim / 16; ++step) {
+    wgmma_m64k16_ss<false, kTileN>(s[0], a + q_place(step), b + k_place(step), step > 0);
+  }
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s[0][j][e] += first[kMmaN + j][e] + second[kMmaN + j][e];
+      s[0][j][e] += first[j][e] + second[j][e];
+    }
+  }
+}
+
+// Starts S, or the first part of it.
+FA_DEVICE void start_qk(Scores& s, Stacked& first, const QFragments& q, uint32 q_tile,
+                        uint32 k_tile) {
+  if constexpr (kStacked) {
+    gemm_stacked(first, q_tile, k_tile, 0);
+  } else {
+    gemm_qk(s, q, q_tile, k_tile);
   }
 }
 
@@ -246,7 +307,7 @@ FA_DEVICE void add_rest_of_qk(Scores& s, const QFragments& q, uint32 q_tile, uin
 // to be touched before a wgmma_wait_group.
 FA_DEVICE void gemm_pv(Product& sums, const Weights& p, uint32 v_tile, int part_of_cols) {
   static_assert(kPvCols == 64, "a block of 64 columns");
-  const uint64 b = wgmma_descriptor(v_tile + part_of_cols * KVTile::Tile::kBlockBytes, 0);
+  const uint64 b = wgmma_descriptor(v_tile + part_of_cols * kColumnsBytes, 0);
   wgmma_fence();
 #pragma unroll
   for (int part = kFirstProduct; part < 3; ++part) {
@@ -354,7 +415,7 @@ FA_DEVICE void modify_scores(const Consumer& c, Scores& s, int tile, int key_til
     mask_by_bits(s, visible_bits);
   }
   if (key_tile < c.shared.band.full_begin || key_tile >= c.shared.band.full_end) {
-    mask_outside_band(c.params, s, first_row, first_col);
+    mask_outside_band(band_of(c.params, c.shared.work), s, first_row, first_col);
   }
 }
 
@@ -410,17 +471,20 @@ FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
     QFragments q;
     load_q_fragments(q, shared.q[group]);
     Scores s;
+    Stacked first;
     KPipeline k_at;
     VPipeline v_at;
     wait(shared.k_full[0], 0);
-    gemm_qk(s, q, q_tile, cvta_to_shared(shared.k[0]), 0);
+    start_qk(s, first, q, q_tile, cvta_to_shared(shared.k[0]));
     wgmma_wait_group<0>();
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int k_stage = k_at.index(), v_stage = v_at.index();
       const int key_tile = shared.key_tile[k_stage];
       const Scale &k = shared.k_scale[k_stage], &v = shared.v_scale[v_stage];
-      add_rest_of_qk(s, q, q_tile, cvta_to_shared(shared.k[k_stage]));
+      if constexpr (kStacked) {
+        complete_stacked(s, first, q_tile, cvta_to_shared(shared.k[k_stage]));
+      }
       float most[2], max[2], scale[2];
       const Units units = scale_products(c, k, s, most);
       modify_scores(c, s, tile, key_tile);
@@ -442,7 +506,7 @@ FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
       if (join_tile(rows, sums, top, p.exp2_scale, correction, factor)) rescale_o(o, correction);
       if (tile + 1 < tiles.end) {
         wait(shared.k_full[k_at.index()], k_at.parity());
-        gemm_qk(s, q, q_tile, cvta_to_shared(shared.k[k_at.index()]), 0);
+        start_qk(s, first, q, q_tile, cvta_to_shared(shared.k[k_at.index()]));
         wgmma_wait_group<1>();
       } else {
         wgmma_wait_group<0>();

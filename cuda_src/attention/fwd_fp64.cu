@@ -201,13 +201,14 @@ FA_DEVICE void for_each_score(const FwdFp64Params& params, const TileWork& work,
                               const Visit& visit) {
   const AttentionParams& p = params.common;
   const double* q = static_cast<const double*>(p.q) + work.at.q + static_cast<int64>(row) * p.q_row;
-  for_each_key<kSparse>(p, DenseKeys{p, work.at}, work.batch, row, [&](int key) {
-    const double* k =
-        static_cast<const double*>(p.k) + work.at.k + static_cast<int64>(key) * p.k_row;
-    const double product = dot_of_warp(q, k, p.head_dim);
-    const double score = score_fp64(params, work.at, product, row, key);
-    return score == -FA_INFINITY || visit(key, score);
-  });
+  for_each_key<kSparse>(
+      p, dense_keys<double>(p, work.at, band_of(p, work)), work.batch, row, [&](int key) {
+        const double* k =
+            static_cast<const double*>(p.k) + work.at.k + static_cast<int64>(key) * p.k_row;
+        const double product = dot_of_warp(q, k, p.head_dim);
+        const double score = score_fp64(params, work.at, product, row, key);
+        return score == -FA_INFINITY || visit(key, score);
+      });
 }
 
 // A warp computes its columns of one row again, leaving out every key whose score is -inf, for a
@@ -260,7 +261,7 @@ FA_DEVICE void write_empty_rows(const FwdFp64Params& params, const TileWork& wor
     const double sink = load_sink_fp64(p, work.batch, row);
     // NaN of a sink that is NaN or +inf.
     double value = sink == -FA_INFINITY ? 0.0 : sink - sink;
-    if (is_invalid_row(p, row)) value = FA_NAN;
+    if (is_invalid_row(p, work, row)) value = FA_NAN;
     for (int col = threadIdx.x % 32; col < p.v_dim; col += 32)
       output_row(p, work, row)[col] = value;
     if (params.lse != nullptr && threadIdx.x % 32 == 0) {
@@ -330,7 +331,7 @@ FA_DEVICE void epilogue(const FwdFp64Params& params, const TileWork& work, RowSt
   for (int part = 0; part < 2 * kMmaM; ++part) {
     const int i = part / 2, h = part % 2, row = first_row + 8 * part;
     double& row_sum = rows.row_sum[i][h];
-    const bool invalid = is_invalid_row(p, row);
+    const bool invalid = is_invalid_row(p, work, row);
     if (invalid) row_sum = FA_NAN;
     if (params.lse != nullptr && first_col == 0 && lane % 4 == 0 && row < p.q_len) {
       params.lse[work.batch * p.q_len + row] = log_sum_exp_fp64(rows.row_max[i][h], row_sum);
@@ -360,6 +361,7 @@ FA_DEVICE TileRange find_work(const AttentionParams& p, SharedStorage& shared) {
     TileWork& work = shared.work;
     work = kSparse ? masked_tile_work(p, kTileM) : tile_work(p, kTileM);
     shared.band = key_tiles(p, work.q_begin, work.q_begin + work.q_rows - 1, kTileN);
+    restrict_to_length(p, work, shared.band, kTileN);
     if constexpr (kSparse) {
       shared.listed.row = row_of_blocks(p.mask, work.batch, work.q_begin, p.q_len);
     }
@@ -418,8 +420,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int warp_row = work.q_begin + warp / kColumnWarps * kWarpRows;
   const auto load_k = [&](int key) {
     load_tile_fp64<KTile, kTileN, kThreads>(k_tile, static_cast<const double*>(p.k) + work.at.k,
-                                            p.k_row, key * kTileN, p.k_len, p.head_dim,
-                                            params.aligned);
+                                            p.k_row, key * kTileN, band_of(p, work).k_len,
+                                            p.head_dim, params.aligned);
     cp_async_commit_group();
   };
   load_tile_fp64<QTile, kTileM, kThreads>(q_tile, static_cast<const double*>(p.q) + work.at.q,
@@ -446,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     __syncthreads();  // K has landed for all, and all have read V
     const int key = next_key;
     load_tile_fp64<VTile, kTileN, kThreads>(v_tile, static_cast<const double*>(p.v) + work.at.v,
-                                            p.v_row, key * kTileN, p.k_len, p.v_dim,
+                                            p.v_row, key * kTileN, band_of(p, work).k_len, p.v_dim,
                                             params.aligned);
     cp_async_commit_group();
     uint32 visible_bits[kMmaM][2];
@@ -463,7 +465,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int col = key * kTileN + tid_x_again() % 4 * 2;
     make_scores(params, work, s, row, col);
     if constexpr (kSparse) mask_by_bits(s, visible_bits);
-    if (key < band.full_begin || key >= band.full_end) mask_outside_band(p, s, row, col);
+    if (key < band.full_begin || key >= band.full_end) {
+      mask_outside_band(band_of(p, work), s, row, col);
+    }
     rows.update_max(s, o);
     rows.exponentiate(s);
     add_product_fp64<kWideMma, VTile>(o, s, v_tile + VTile::lane_of_columns(first_col));

@@ -456,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (params.lse != nullptr && lane % 4 == 0) write_lse(params, work, softmax, first_row);
   uint32 recompute_lanes[kMmaM][2];
   const bool any_recompute =
-      find_rows_to_recompute<kSparse>(params, softmax, o, first_row, recompute_lanes);
+      find_rows_to_recompute<kSparse>(params, work, softmax, o, first_row, recompute_lanes);
   cp_async_wait_group<0>();
   normalize_o(params, q_tile, softmax, o, warp, lane);
   uint16* out = static_cast<uint16*>(params.out) + work.at.out +

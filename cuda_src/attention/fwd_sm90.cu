@@ -899,18 +899,13 @@ FA_DEVICE PagedKeys keys_of_work(const Consumer& c, const Pipelines& at,
   return paged_keys(c.params, offsets, c.shared.work[at.work.index()]);
 }
 #elif FA_LENGTHS
-// The keys and values of a batch entry, rows at equal distances, and its band.
-struct LengthKeys : DenseKeys {
-  const KeyBand& own_band;
-  __device__ __forceinline__ const KeyBand& band() const { return own_band; }
-};
-FA_DEVICE LengthKeys keys_of_work(const Consumer& c, const Pipelines& at,
-                                  const BatchOffsets& offsets) {
-  return {{c.params.common, offsets}, c.shared.work[at.work.index()].band};
+FA_DEVICE DenseKeysOf<uint16, KeyBand> keys_of_work(const Consumer& c, const Pipelines& at,
+                                                    const BatchOffsets& offsets) {
+  return {c.params.common, offsets, c.shared.work[at.work.index()].band};
 }
 #else
 FA_DEVICE DenseKeys keys_of_work(const Consumer& c, const Pipelines&, const BatchOffsets& offsets) {
-  return {c.params.common, offsets};
+  return {c.params.common, offsets, c.params.common};
 }
 #endif
 

@@ -32,11 +32,6 @@ constexpr bool kSparse = FA_SPARSE;  // a mask lists blocks of keys and has bits
 #define FA_SPLIT 0
 #endif
 constexpr bool kSplit = FA_SPLIT;
-// Batch entries have numbers of keys of their own.
-#ifndef FA_LENGTHS
-#define FA_LENGTHS 0
-#endif
-constexpr bool kLengths = FA_LENGTHS;
 // Keys and values are in pages, whose numbers a table has; such builds have kLengths, too.
 #ifndef FA_PAGES
 #define FA_PAGES 0
@@ -203,9 +198,6 @@ FA_DEVICE int key_origin(const WorkTileInfo& work) {
 #endif
 }
 
-// The upper bound of the band of an entry whose length is out of range: no row sees a key.
-constexpr int kInvalidBound = static_cast<int>(0x80000000u);
-
 // Which keys the rows of a batch entry see.
 #if FA_LENGTHS
 FA_DEVICE const KeyBand& band_of(const FwdSm90Params&, const WorkTileInfo& work) {
@@ -221,10 +213,7 @@ FA_DEVICE KeyBand band_of_entry(const FwdSm90Params& params, int64 entry) {
 #endif
   const int length =
       has_length ? load_index(params.k_lengths, place, params.k_lengths_bytes) : p.k_len;
-  bool is_valid;
-  KeyBand band = band_of_length(p, length, params.band_from_end, is_valid);
-  if (!is_valid) band.upper = kInvalidBound;
-  return band;
+  return band_or_invalid(p, length, params.band_from_end);
 }
 #else
 FA_DEVICE const AttentionParams& band_of(const FwdSm90Params& params, const WorkTileInfo&) {

@@ -2,7 +2,8 @@
 // tiles of queries.  Rows may lie anywhere; behind the last one come zeros.
 //
 // A block takes one tile of kTileN rows.  Eight neighbouring lanes share a row.
-#include "cuda_src/common/batch_axes.cuh"
+#include "cuda_src/common/key_lengths.cuh"
+#include "cuda_src/common/load_index.cuh"
 #include "cuda_src/common/split_kv.cuh"
 #include "cuda_src/common/split_rows.cuh"
 
@@ -30,19 +31,33 @@ struct SplitKvParams {
   SplitArray array[2];
   int rows, tiles;  // of an entry
   int aligned;      // 1: every row of both arrays starts at a multiple of 16 bytes
+  // Of builds for lengths: those of the entries, if these share no rows; else null.
+  KeyLengths k_lengths;
 };
 static_assert(sizeof(SplitKvParams) == FA_SPLIT_KV_PARAMS_BYTES,
               "the host module of this name holds the same struct");
 
-FA_DEVICE const float* rows_of_entry(const SplitArray& array, uint32 entry) {
-  const float* from = array.from;
+// From a pointer or a number, as many elements on as strides along the axes of an array lead to one
+// of its entries.
+template <typename From>
+FA_DEVICE From at_entry(From from, const SplitArray& array, const int64 (&strides)[kMaxBatchAxes],
+                        uint32 entry) {
 #pragma unroll
   for (int axis = kMaxBatchAxes - 1; axis >= 0; --axis) {
     const uint32 size = static_cast<uint32>(array.size[axis]);
-    from += array.batch[axis] * (entry % size);
+    from += strides[axis] * (entry % size);
     entry /= size;
   }
   return from;
+}
+
+// How many rows an entry has; none, if its length is out of range.
+FA_DEVICE int rows_of_entry(const SplitKvParams& params, const SplitArray& array, uint32 entry) {
+  const KeyLengths& lengths = params.k_lengths;
+  if (lengths.start == nullptr) return params.rows;
+  const int64 place = at_entry(int64(0), array, lengths.batch, entry);
+  const int length = load_index(lengths.start, place, lengths.bytes);
+  return length >= 0 && length <= params.rows ? length : 0;
 }
 
 // The exponents s of the largest row and of the smallest one, which has the largest exponent: one
@@ -99,10 +114,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const uint32 entry = block / params.tiles;
   const int first = static_cast<int>(block - entry * params.tiles) * kTileN;
   const int own_row = split_row<Rows::Tile>(threadIdx.x), col = 8 * (threadIdx.x % 8);
-  const int rows_left = params.rows - first - own_row;
+  const int entry_rows = kLengths ? rows_of_entry(params, array, entry) : params.rows;
+  if (kLengths && first >= entry_rows) return;  // no kernel reads the tile
+  const int rows_left = entry_rows - first - own_row;
 
   Rows rows;
-  rows.load(rows_of_entry(array, entry) + static_cast<int64>(first + own_row) * array.row + col,
+  rows.load(at_entry(array.from, array, array.batch, entry) +
+                static_cast<int64>(first + own_row) * array.row + col,
             array.row, rows_left, array.cols - col, params.aligned && array.cols % 4 == 0);
   int own[Rows::kGroups];
   float most[Rows::kGroups];
@@ -124,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     store_near<Pairs::Tile, kParts>(to.part[0], rows.x[g], row, power_of_two(exponent));
     if (threadIdx.x % 8 == 0) {
       if (is_v) {
-        const int of_zeros = first + row < params.rows ? kZeroExponent : kNoExponent;
+        const int of_zeros = first + row < entry_rows ? kZeroExponent : kNoExponent;
         to.scale.exponent[row] = is_mixed && most[g] == 0.0f ? of_zeros : -exponent;
       } else {
         to.scale.factor[row] = power_of_two(-exponent / 2);

@@ -3,6 +3,7 @@
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/block_lists.cuh"
 #include "cuda_src/common/dropout.cuh"
+#include "cuda_src/common/key_lengths.cuh"
 #include "cuda_src/common/row_intervals.cuh"
 
 // An expression that makes scores sees batch entries as pairs of b and h, and has arrays.
@@ -34,6 +35,11 @@ struct AttentionParams {
   union {
     MaskLists mask;
     RowIntervals intervals;
+  };
+#elif FA_LENGTHS
+  union {  // likewise
+    MaskLists mask;
+    KeyLengths k_lengths;
   };
 #else
   MaskLists mask;  // of batch entries counted over all launches
@@ -128,6 +134,9 @@ struct TileWork {
   int64 batch;  // index over all batch axes, C order
   int q_begin;  // first query row
   int q_rows;   // how many of the tile's rows exist
+#if FA_LENGTHS
+  KeyBand band;  // of the entry
+#endif
 };
 
 // Blocks start in the order of their index, and under a causal mask the last query rows have the

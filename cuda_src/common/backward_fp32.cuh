@@ -22,7 +22,11 @@
 constexpr int kMinBlocks = FA_BLOCKS;     // blocks that should fit on a multiprocessor
 constexpr int kMmaM = FA_WARP_ROWS / 16;  // products across a warp's own rows
 constexpr int kPart = FA_PART;            // rows of the other side that are multiplied at a time
-constexpr int kMmaN = kPart / 8, kMmaV = kDim / 8;
+// Warpgroups that share rows (backward_fp32_shared_rows.cuh).  Of dQ each of them has some columns,
+// and the high parts of the block's rows are in registers only.
+constexpr int kRowGroups = FA_ROW_GROUPS;
+constexpr bool kHighInRegisters = kRowGroups > 1 && !kOwnKeys;
+constexpr int kMmaN = kPart / 8, kMmaV = kDim / 8 / (kOwnKeys ? 1 : kRowGroups);
 static_assert(kMmaM == 1 || kMmaM == 2, "a warp owns 16 or 32 rows");
 static_assert(kOtherRows % kPart == 0 && kPart % 16 == 0, "parts divide a tile");
 using Scores = float[kMmaM][kMmaN][4];
@@ -39,7 +43,7 @@ constexpr int kOtherLimit = kOwnKeys ? kQLimit : kKLimit;
 
 // The block's rows and tiles of the other side, in pairs, and what is known of them.
 struct SharedStorage {
-  uint16 own[2][2][kOwnRows * kDim];  // array, part
+  uint16 own[2][kHighInRegisters ? 1 : 2][kOwnRows * kDim];  // array, part
   uint16 other[kStages][2][2][kOtherRows * kDim];
   float own_rows[kOwnFields][kOwnRows];
   float other_rows[kStages][kOtherFields][kOtherRows];
@@ -48,8 +52,14 @@ struct SharedStorage {
 };
 
 // Where this warp's rows begin in the block, and its columns of the sums.
-FA_DEVICE int warp_row() { return tid_x_again() / 32 * (16 * kMmaM); }
-FA_DEVICE int warp_col() { return 0; }
+FA_DEVICE int warp_row() {
+  if constexpr (kRowGroups > 1) return tid_x_again() % 128 / 32 * 16;
+  return tid_x_again() / 32 * (16 * kMmaM);
+}
+FA_DEVICE int warp_col() {
+  if constexpr (kRowGroups > 1 && !kOwnKeys) return tid_x_again() / 128 * (8 * kMmaV);
+  return 0;
+}
 
 // Finds the largest limits of each warp's own rows, which have landed for it.
 FA_DEVICE void find_own_limits(SharedStorage& shared) {
@@ -233,8 +243,8 @@ FA_DEVICE Part part_of(const BwdFp32Params& params, const WorkTile& work, const 
 // Makes scores of products, in natural units; -inf where a pair is hidden.  Hands slopes other than
 // 1 to use_slope(m, j, e, slope).
 template <typename UseSlope>
-FA_DEVICE void make_scores(const BwdFp32Params& params, const Part& part, Scores& s,
-                           const UseSlope& use_slope) {
+FA_DEVICE void make_scores(const BwdFp32Params& params, const WorkTile& work, const Part& part,
+                           Scores& s, const UseSlope& use_slope) {
   const AttentionParams& p = params.common;
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
@@ -250,7 +260,8 @@ FA_DEVICE void make_scores(const BwdFp32Params& params, const Part& part, Scores
       }
     }
   }
-  mask_scores<kOwnKeys, kSparse>(params, s, part.in_band, part.words_index, part.own, part.other);
+  mask_scores<kOwnKeys, kSparse>(params, band_of(p, work), s, part.in_band, part.words_index,
+                                 part.own, part.other);
 }
 
 // Makes NaN of what pairs of float16 may have lost digits of that count, so that its rows are
@@ -313,17 +324,8 @@ FA_DEVICE void subtract_delta(const SharedStorage& shared, int stage, int row, S
   }
 }
 
-// Makes P of products of Q and K, and dS = P (dP - delta) of dP - delta, for a warp's rows and a
-// part of the other side.  Without kSloped, dS is the gradient of a score, not that of what a
-// softcap was applied to.
-template <bool kSloped = true>
-FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage& shared,
-                               const OtherTile& at, int stage, int row, Scores& weights,
-                               Scores& ds) {
-  const Part part = part_of(params, shared.work, at, row);
-  make_scores(params, part, weights,
-              [&](int m, int j, int e, float slope) { ds[m][j][e] *= kSloped ? slope : 1.0f; });
-  check_range(shared, stage, row, weights, ds);
+// Makes P of scores, and multiplies by it what is there of dS.
+FA_DEVICE void weigh(const SharedStorage& shared, int stage, int row, Scores& weights, Scores& ds) {
   float own[kMmaM][2], own_factor[kMmaM][2];
   if constexpr (!kOwnKeys) {
     read_own(shared, kShift, own);
@@ -347,6 +349,20 @@ FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage&
   }
 }
 
+// Makes P of products of Q and K, and dS = P (dP - delta) of dP - delta, for a warp's rows and a
+// part of the other side.  Without kSloped, dS is the gradient of a score, not that of what a
+// softcap was applied to.
+template <bool kSloped = true>
+FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage& shared,
+                               const OtherTile& at, int stage, int row, Scores& weights,
+                               Scores& ds) {
+  const Part part = part_of(params, shared.work, at, row);
+  make_scores(params, shared.work, part, weights,
+              [&](int m, int j, int e, float slope) { ds[m][j][e] *= kSloped ? slope : 1.0f; });
+  check_range(shared, stage, row, weights, ds);
+  weigh(shared, stage, row, weights, ds);
+}
+
 // ---------------------------------------------------------------------------------------- epilogue
 // Writes a warp's rows of a gradient.  Returns which of them are not finite, a bit for each: a
 // hidden pair has weight 0, but 0 * NaN is NaN inside a product.
@@ -364,7 +380,7 @@ FA_DEVICE uint32 write_sums(const BwdFp32Params& params, const WorkTile& work,
       float probe = 0.0f;  // NaN as soon as a number is NaN or infinite
 #pragma unroll
       for (int j = 0; j < kMmaV; ++j) {
-        const int col = 8 * j + lane % 4 * 2;
+        const int col = warp_col() + 8 * j + lane % 4 * 2;
         const float x = sums[m][j][2 * h] * scale, y = sums[m][j][2 * h + 1] * scale;
         probe = fmaf(x, 0.0f, fmaf(y, 0.0f, probe));
         if (row >= rows) continue;

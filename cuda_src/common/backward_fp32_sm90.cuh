@@ -2,7 +2,8 @@
 // copy brings.
 //
 // The first warpgroups are consumers, each of which computes all products of 64 of the block's rows
-// with a tile of the other side.  One thread of the last warpgroup copies tiles.
+// with a tile of the other side, or half of them (backward_fp32_shared_rows.cuh).  One thread of
+// the last warpgroup copies tiles.
 //
 // A score is a sum of products with a low part, which is 2^11 times too large, and then of those of
 // high parts: one accumulator, which is multiplied by 2^-11 in between.  P and dS are split without
@@ -19,29 +20,43 @@
 // --------------------------------------------------------------------------------------- constants
 constexpr int kConsumers = kWarps - 4;  // warps
 // The columns of the sums that a product computes at once: for more there are no registers.
-constexpr int kSumCols = 64;
+constexpr int kSumCols = kRowGroups > 1 ? 128 : 64;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-static_assert(kMmaM == 1 && kOwnRows == 16 * kConsumers, "a warpgroup owns 64 rows");
+static_assert(kMmaM == 1 && kOwnRows * kRowGroups == 16 * kConsumers, "a warpgroup has 64 rows");
 static_assert(kPart == kOtherRows, "a tile is multiplied as a whole");
-static_assert(kSumCols == 64, "an atom of the swizzle");
+static_assert(8 * kMmaV % kSumCols == 0 && kSumCols % 64 == 0, "atoms of the swizzle are whole");
 
 // ---------------------------------------------------------------------------------------- storage
 // Of eight rows both parts lie together (kEightRowsBytes).  An atom of the swizzle is 1,024 bytes.
 struct __align__(1024) TileStorage : SharedStorage {
   uint64 own_full, full[kStages][2], empty[kStages][2];  // stage, array
 };
-static_assert(sizeof(TileStorage) == FA_SHARED_BYTES, "the host launches with this size");
+// Behind it lies what warpgroups that share rows hand to each other: of dQ both do.  Each lane has
+// places of its own, for warps of the same rows hold the same pairs in the same registers.
+using Exchanged = float4[4][kMmaN][32];                            // warp of a warpgroup
+constexpr int kHandOver = kRowGroups == 1 ? 0 : kOwnKeys ? 1 : 2;  // warpgroups
+static_assert(sizeof(TileStorage) + kStages * kHandOver * sizeof(Exchanged) == FA_SHARED_BYTES,
+              "the host launches with this size");
 
 FA_DEVICE void init_barriers(TileStorage& shared) {
   init(shared.own_full, 1);
 #pragma unroll
   for (int i = 0; i < 2 * kStages; ++i) {
     init(shared.full[i / 2][i % 2], 1);
-    init(shared.empty[i / 2][i % 2], kArrivalsPerWarp * kConsumers);
+    // With their rows' high parts in registers, one of two warpgroups reads V.
+    const int readers = kHighInRegisters && i % 2 == 1 ? kConsumers / 2 : kConsumers;
+    init(shared.empty[i / 2][i % 2], kArrivalsPerWarp * readers);
   }
   fence_mbarrier_init();
 }
+
+// Where warpgroups share keys, high parts of all rows of a tile lie before low parts, so that both
+// are one operand.
+constexpr bool kStacked = kRowGroups > 1 && kOwnKeys;
+// From eight rows of a tile to the next, and from high parts to low ones.
+constexpr uint32 kNextEight = kStacked ? kPartBytes : kEightRowsBytes;
+constexpr uint32 kToLow = kStacked ? kOtherRows / 8 * kPartBytes : kPartBytes;
 
 // Copies rows of array 0 or 1, from `row` on of all that there are.
 template <bool kKeys, int kRows, int kArray>
@@ -51,6 +66,24 @@ FA_DEVICE void load_pairs(const BwdFp32Params& params, const void* tile, int64 r
                                     : (kKeys ? params.v_pairs : params.dout_pairs);
   cp_async_bulk_load(cvta_to_shared(tile), pairs + row * (2 * kDim), kRows / 8 * kEightRowsBytes,
                      barrier);
+}
+
+// Copies a tile of the other side.
+template <int kArray>
+FA_DEVICE void load_tile(const BwdFp32Params& params, const void* tile, int64 row, uint32 barrier) {
+  if constexpr (!kStacked) {
+    load_pairs<!kOwnKeys, kOtherRows, kArray>(params, tile, row, barrier);
+  } else {
+    const uint16* pairs = kArray == 0 ? params.q_pairs : params.dout_pairs;
+    const uint8* from = reinterpret_cast<const uint8*>(pairs + row * (2 * kDim));
+    const uint32 to = cvta_to_shared(tile);
+#pragma unroll 1
+    for (int eight = 0; eight < kOtherRows / 8; ++eight) {
+      const uint8* high = from + eight * kEightRowsBytes;
+      cp_async_bulk_load(to + eight * kNextEight, high, kPartBytes, barrier);
+      cp_async_bulk_load(to + eight * kNextEight + kToLow, high + kPartBytes, kPartBytes, barrier);
+    }
+  }
 }
 
 // Copies what is known of rows.
@@ -67,21 +100,50 @@ FA_DEVICE void load_fields(const BwdFp32Params& params, const float* rows, int64
   }
 }
 
+// Copies low parts of the block's rows of array i, and high parts to where tiles will be.
+template <int i>
+FA_DEVICE void load_parts(const BwdFp32Params& params, TileStorage& shared, int64 row,
+                          uint32 barrier) {
+  const uint32 of_high = cvta_to_shared(&shared.full[0][i]);
+  const uint32 low = cvta_to_shared(shared.own[i]), high = cvta_to_shared(shared.other[0][i]);
+  const uint8* from = reinterpret_cast<const uint8*>(i == 0 ? params.q_pairs : params.dout_pairs) +
+                      row / 8 * kEightRowsBytes;
+  mbarrier_arrive_expect_tx(of_high, kOwnRows / 8 * kPartBytes);
+#pragma unroll 1
+  for (int eight = 0; eight < kOwnRows / 8; ++eight) {
+    const uint32 to = eight * kPartBytes;
+    cp_async_bulk_load(high + to, from + eight * kEightRowsBytes, kPartBytes, of_high);
+    cp_async_bulk_load(low + to, from + eight * kEightRowsBytes + kPartBytes, kPartBytes, barrier);
+  }
+}
+
 FA_DEVICE void load_own(const BwdFp32Params& params, TileStorage& shared) {
   const WorkTile& work = shared.work;
   const int64 row = first_row_of<kOwnKeys>(params, work.entry) + work.first_own;
   const uint32 barrier = cvta_to_shared(&shared.own_full);
   mbarrier_arrive_expect_tx(barrier, sizeof(shared.own) + sizeof(shared.own_rows));
-  load_pairs<kOwnKeys, kOwnRows, 0>(params, shared.own[0], row, barrier);
-  load_pairs<kOwnKeys, kOwnRows, 1>(params, shared.own[1], row, barrier);
+  if constexpr (kHighInRegisters) {
+    load_parts<0>(params, shared, row, barrier);
+    load_parts<1>(params, shared, row, barrier);
+  } else {
+    load_pairs<kOwnKeys, kOwnRows, 0>(params, shared.own[0], row, barrier);
+    load_pairs<kOwnKeys, kOwnRows, 1>(params, shared.own[1], row, barrier);
+  }
   load_fields<kOwnKeys, kOwnRows>(params, shared.own_rows[0], row, barrier);
+}
+
+// Tiles in the order in which they are copied; high parts that go to registers were the first one.
+FA_DEVICE PipelineState<kStages> first_tile() {
+  PipelineState<kStages> pipeline;
+  if constexpr (kHighInRegisters) pipeline.advance();
+  return pipeline;
 }
 
 // Copies all tiles that the block walks over, so many times, by one thread.  Array 1 is waited for
 // first; what is known of the rows comes with array 0, which is needed to the end.
 FA_DEVICE void load_tiles(const BwdFp32Params& params, TileStorage& shared, int times) {
   const WorkTile& work = shared.work;
-  PipelineState<kStages> pipeline;
+  PipelineState<kStages> pipeline = first_tile();
 #pragma unroll 1
   for (int i = 0; i < times; ++i) {
 #pragma unroll 1
@@ -93,12 +155,12 @@ FA_DEVICE void load_tiles(const BwdFp32Params& params, TileStorage& shared, int 
       wait(shared.empty[stage][1], pipeline.parity() ^ 1);
       uint32 barrier = cvta_to_shared(&shared.full[stage][1]);
       mbarrier_arrive_expect_tx(barrier, sizeof(shared.other[0][1]));
-      load_pairs<!kOwnKeys, kOtherRows, 1>(params, shared.other[stage][1], row, barrier);
+      load_tile<1>(params, shared.other[stage][1], row, barrier);
       wait(shared.empty[stage][0], pipeline.parity() ^ 1);
       barrier = cvta_to_shared(&shared.full[stage][0]);
       mbarrier_arrive_expect_tx(barrier, sizeof(shared.other[0][0]) + sizeof(shared.other_rows[0]));
       load_fields<!kOwnKeys, kOtherRows>(params, shared.other_rows[stage][0], row, barrier);
-      load_pairs<!kOwnKeys, kOtherRows, 0>(params, shared.other[stage][0], row, barrier);
+      load_tile<0>(params, shared.other[stage][0], row, barrier);
       pipeline.advance();
     }
   }
@@ -113,8 +175,9 @@ FA_DEVICE uint64 describe(const void* tile, uint32 bytes) {
 FA_DEVICE uint64 describe_own(const TileStorage& shared, int i) {
   return describe(shared.own[i], tid_x_again() / 128 * (8 * kEightRowsBytes));
 }
-FA_DEVICE uint64 describe_other(const TileStorage& shared, int stage, int i) {
-  return describe(shared.other[stage][i], 0);
+FA_DEVICE uint64 describe_other(const TileStorage& shared, int stage, int i, uint32 bytes = 0) {
+  return wgmma_descriptor(cvta_to_shared(shared.other[stage][i]) + bytes, kSwizzleBytes,
+                          kNextEight);
 }
 
 // A part of S or dP, or of its transpose: the products of a's and b's parts, high or low ones, over
@@ -130,10 +193,13 @@ FA_DEVICE void multiply_parts(Scores& x, uint64 a, uint64 b, bool adds) {
   }
 }
 
-// Starts the products with a low part, that of queries first.  Both kernels are to find the same
-// bits: a unit in the last place of a large score would make weights of 1 any others.
+// Of the products with a low part, that of queries comes first: this is the part of A.  Both
+// kernels are to find the same bits: a unit in the last place of a large score would make weights
+// of 1 any others.
+constexpr int kFirst = kOwnKeys ? 0 : 1;
+
+// Starts the products with a low part.
 FA_DEVICE void start_low(Scores& x, uint64 a, uint64 b) {
-  constexpr int kFirst = kOwnKeys ? 0 : 1;  // the part of A
   wgmma_fence();
   multiply_parts<kFirst, 1 - kFirst>(x, a, b, false);
   multiply_parts<1 - kFirst, kFirst>(x, a, b, true);
@@ -225,8 +291,8 @@ FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int p
         own[r] = part == 0 ? two.low : part == 1 ? x.smaller[j][r % 2] : two.high;
       }
       const uint32 a[4] = {own[0], own[1], own[2], own[3]};
-      const int place = part_of_cols * kSwizzleBytes + step * (2 * kEightRowsBytes) +
-                        (part == 1 ? kPartBytes : 0);
+      const int place = part_of_cols * (kSumCols / 64 * kSwizzleBytes) + step * (2 * kNextEight) +
+                        (part == 1 ? kToLow : 0);
       wgmma_m64k16_rs<false, kSumCols>(sums, a, wgmma_at(tile, place), part + step > 0);
     }
   }
@@ -243,16 +309,23 @@ FA_DEVICE void add_columns(const Product& product, const ProductFactors& factors
   }
 }
 
-// sums += X B, where B are the rows of a tile of the other side's array i.
-FA_DEVICE void add_product(const TileStorage& shared, int stage, int i, Scores& x, Sums& sums) {
+// sums += X B, where B are the rows of a tile of the other side's array i.  What is known of these
+// is not read any more after `on_operand`.
+template <typename OnOperand>
+FA_DEVICE void add_product(const TileStorage& shared, int stage, int i, Scores& x, Sums& sums,
+                           const OnOperand& on_operand) {
   Operand p;
   make_operand(shared, stage, i, x, p);
-  const uint64 tile = describe_other(shared, stage, i);
+  on_operand();
+  const uint64 tile = describe_other(shared, stage, i, warp_col() / 64 * kSwizzleBytes);
 #pragma unroll
-  for (int part = 0; part < kDim / kSumCols; ++part) {
+  for (int part = 0; part < 8 * kMmaV / kSumCols; ++part) {
     Product product;
     start_product(product, p, tile, part);
     wgmma_wait_group<0>();
     add_columns(product, p.factors, sums, part);
   }
+}
+FA_DEVICE void add_product(const TileStorage& shared, int stage, int i, Scores& x, Sums& sums) {
+  add_product(shared, stage, i, x, sums, [] {});
 }

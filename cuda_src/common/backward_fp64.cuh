@@ -81,24 +81,25 @@ FA_DEVICE void load_own(const BwdFp64Params& params, SharedStorage& shared) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const Fp64Array& array = own_array(params, i);
-    load_tile_fp64<Tile, kOwnRows, kThreads>(cvta_to_shared(shared.own[i]),
-                                             row_start(params, array, work.entry, 0), array.row,
-                                             work.first_own, kOwnKeys ? p.k_len : p.q_len,
-                                             i == 0 ? p.head_dim : p.v_dim, params.aligned);
+    load_tile_fp64<Tile, kOwnRows, kThreads>(
+        cvta_to_shared(shared.own[i]), row_start(params, array, work.entry, 0), array.row,
+        work.first_own, kOwnKeys ? band_of(p, work).k_len : p.q_len, i == 0 ? p.head_dim : p.v_dim,
+        params.aligned);
   }
 }
 
 FA_DEVICE void load_other(const BwdFp64Params& params, SharedStorage& shared, const OtherTile& at,
                           int stage) {
   const AttentionParams& p = params.common;
-  const uint32 entry = shared.work.entry + at.head;
+  const WorkTile& work = shared.work;
+  const uint32 entry = work.entry + at.head;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const Fp64Array& array = other_array(params, i);
-    load_tile_fp64<Tile, kOtherRows, kThreads>(cvta_to_shared(shared.other[stage][i]),
-                                               row_start(params, array, entry, 0), array.row,
-                                               at.tile * kOtherRows, kOwnKeys ? p.q_len : p.k_len,
-                                               i == 0 ? p.head_dim : p.v_dim, params.aligned);
+    load_tile_fp64<Tile, kOtherRows, kThreads>(
+        cvta_to_shared(shared.other[stage][i]), row_start(params, array, entry, 0), array.row,
+        at.tile * kOtherRows, kOwnKeys ? p.q_len : band_of(p, work).k_len,
+        i == 0 ? p.head_dim : p.v_dim, params.aligned);
   }
   if constexpr (kOwnKeys) {
     const int tid = tid_x_again();
@@ -135,8 +136,9 @@ FA_DEVICE void for_each_product(const BwdFp64Params& params, const WorkTile& wor
   if (at.tile < work.full_begin || at.tile >= work.full_end) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      visible_bits[0][h] &= kOwnKeys ? visible_queries(p, own + 8 * h, other, 2 * kMmaN)
-                                     : visible_columns(p, own + 8 * h, other, 2 * kMmaN);
+      visible_bits[0][h] &= kOwnKeys
+                                ? visible_queries(band_of(p, work), own + 8 * h, other, 2 * kMmaN)
+                                : visible_columns(band_of(p, work), own + 8 * h, other, 2 * kMmaN);
     }
   }
 #pragma unroll

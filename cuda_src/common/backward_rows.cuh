@@ -67,8 +67,16 @@ FA_DEVICE Real* row_start(const Params& params, const StridedArray<Real>& array,
 }
 
 // -------------------------------------------------------------------------------------------- work
+// A KeyBand, and the queries that first_query() and last_query() count.
+struct EntryBand : KeyBand {
+  int q_len;
+};
+
 // What the block has to do.
 struct WorkTile {
+#if FA_LENGTHS
+  EntryBand band;  // of the entry
+#endif
   uint32 entry;              // of the block's rows; of keys, the first of those that share them
   int first_own;             // the block's first row
   int begin, end;            // tiles of the other side
@@ -80,6 +88,26 @@ struct WorkTile {
 struct OtherTile {
   int head, tile;
 };
+
+template <typename Params>
+FA_DEVICE void find_entry_band(const Params& params, WorkTile& work) {
+  find_band(params.common, work, work.entry);
+#if FA_LENGTHS
+  work.band.q_len = params.common.q_len;
+#endif
+}
+
+// The tiles of queries that see some of the block's keys.
+template <typename Band>
+FA_DEVICE QueryTiles tiles_of_keys(const Band& band, int first_own) {
+  QueryTiles tiles =
+      query_tiles(band, first_own, min(first_own + kOwnRows, band.k_len) - 1, kOtherRows);
+  if constexpr (kLengths) {  // keys behind the last one are rows of gradients, too
+    if (first_own >= band.k_len) return {0, 0, 0, 0};
+    if (first_own + kOwnRows > band.k_len) tiles.full_end = tiles.full_begin;
+  }
+  return tiles;
+}
 
 // Finds the rows of the block and the tiles of the other side, by one thread.
 template <typename Params>
@@ -95,16 +123,17 @@ FA_DEVICE void find_work(const Params& params, WorkTile& work) {
   if constexpr (kOwnKeys) {
     work.entry = entry * params.group;
     work.first_own = place * kOwnRows;
-    const QueryTiles tiles =
-        query_tiles(p, work.first_own, min(work.first_own + kOwnRows, own_len) - 1, kOtherRows);
+    find_entry_band(params, work);
+    const QueryTiles tiles = tiles_of_keys(band_of(p, work), work.first_own);
     work.begin = tiles.begin, work.end = tiles.end;
     // Not those that reach behind the last query.
     work.full_begin = tiles.full_begin, work.full_end = min(tiles.full_end, p.q_len / kOtherRows);
   } else {
     work.entry = entry;
     work.first_own = (static_cast<int>(own_tiles) - 1 - place) * kOwnRows;
-    const KeyTiles tiles =
-        key_tiles(p, work.first_own, min(work.first_own + kOwnRows, own_len) - 1, kOtherRows);
+    find_entry_band(params, work);
+    const KeyTiles tiles = key_tiles(band_of(p, work), work.first_own,
+                                     min(work.first_own + kOwnRows, own_len) - 1, kOtherRows);
     work.begin = tiles.begin, work.end = tiles.end;
     work.full_begin = tiles.full_begin, work.full_end = tiles.full_end;
   }
@@ -243,13 +272,14 @@ struct RowSums {
 // A warp computes its columns of a row of dQ again, without pairs that do not count.  Terms are
 // scaled before they are added: what overflows is then the sum itself.
 template <int kCols, typename Params, typename Row>
-FA_DEVICE void recompute_dq(const Params& params, uint32 entry, const Row& row, int query) {
+FA_DEVICE void recompute_dq(const Params& params, const WorkTile& work, const Row& row, int query) {
   const AttentionParams& p = params.common;
+  const uint32 entry = work.entry;
   RowSums<kCols> again;
   again.clear();
-  const int end = last_key(p, query);
+  const int end = last_key(band_of(p, work), query);
 #pragma unroll 1
-  for (int key = first_key(p, query); key <= end; ++key) {
+  for (int key = first_key(band_of(p, work), query); key <= end; ++key) {
     const PairTerms terms = pair_terms(params, entry, row, query, key);
     if (!terms.counts) continue;
     const auto* k = row_start(params, params.k, entry, key);
@@ -268,14 +298,16 @@ FA_DEVICE void recompute_key(const Params& params, const WorkTile& work, const R
                              int key, bool of_values) {
   const AttentionParams& p = params.common;
   const auto& array = of_values ? params.dout : params.q;
-  const int cols = of_values ? p.v_dim : p.head_dim, end = last_query(p, key);
+  const auto& band = band_of(p, work);
+  const int cols = of_values ? p.v_dim : p.head_dim;
+  const int end = kLengths && key >= band.k_len ? -1 : last_query(band, key);
   RowSums<kCols> again;
   again.clear();
 #pragma unroll 1
   for (int head = 0; head < params.group; ++head) {
     const uint32 entry = work.entry + head;
 #pragma unroll 1
-    for (int query = first_query(p, key); query <= end; ++query) {
+    for (int query = first_query(band, key); query <= end; ++query) {
       const auto& row = row_of(entry, query);
       const PairTerms terms = pair_terms(params, entry, row, query, key);
       if (!terms.counts) continue;

@@ -7,9 +7,9 @@
 
 // Takes the pairs outside the band from those that are seen of a thread's accumulators: bit 2 j + e
 // of word [i][h] is that of register 2 h + e of x[i][j], as in the words of a mask.
-template <bool kOwnKeys, int kMmaM>
-FA_DEVICE void restrict_to_band(const AttentionParams& p, uint32 (&visible_bits)[kMmaM][2],
-                                int first_own, int first_other, int count) {
+template <bool kOwnKeys, int kMmaM, typename Band>
+FA_DEVICE void restrict_to_band(const Band& p, uint32 (&visible_bits)[kMmaM][2], int first_own,
+                                int first_other, int count) {
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -23,9 +23,9 @@ FA_DEVICE void restrict_to_band(const AttentionParams& p, uint32 (&visible_bits)
 
 // Hides scores outside the band, where a tile is not inside of it, and those that a mask hides of a
 // block that has words.
-template <bool kOwnKeys, bool kSparse, int kMmaM, int kMmaN, typename Params>
-FA_DEVICE void mask_scores(const Params& params, float (&s)[kMmaM][kMmaN][4], bool in_band,
-                           int words_index, int own, int other) {
+template <bool kOwnKeys, bool kSparse, int kMmaM, int kMmaN, typename Params, typename Band>
+FA_DEVICE void mask_scores(const Params& params, const Band& band, float (&s)[kMmaM][kMmaN][4],
+                           bool in_band, int words_index, int own, int other) {
   const bool is_partial = kSparse && words_index >= 0;
   if (in_band && !is_partial) return;
   uint32 visible_bits[kMmaM][2];
@@ -33,7 +33,7 @@ FA_DEVICE void mask_scores(const Params& params, float (&s)[kMmaM][kMmaN][4], bo
   for (int i = 0; i < kMmaM; ++i) visible_bits[i][0] = visible_bits[i][1] = ~0u;
   if (is_partial)
     visible_bits_of_words(partial_block_words(params.mask, words_index), visible_bits, own, other);
-  if (!in_band) restrict_to_band<kOwnKeys>(params.common, visible_bits, own, other, 2 * kMmaN);
+  if (!in_band) restrict_to_band<kOwnKeys>(band, visible_bits, own, other, 2 * kMmaN);
   mask_by_bits(s, visible_bits);
 }
 

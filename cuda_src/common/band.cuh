@@ -2,12 +2,8 @@
 // + upper].
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/load_index.cuh"
 #include "cuda_src/common/score.cuh"
-
-// The band of one batch entry, where entries differ in how many keys they have.
-struct KeyBand {
-  int k_len, lower, upper;
-};
 
 // A bound of the band of an entry with fewer keys; the ends of the range are no bound.
 FA_DEVICE int shifted(int bound, int shift) {
@@ -25,6 +21,39 @@ FA_DEVICE KeyBand band_of_length(const AttentionParams& p, int length, int band_
   const int shift = band_from_end ? length - p.k_len : 0;
   return {length, shifted(p.lower, shift), shifted(p.upper, shift)};
 }
+
+// The same, with an upper bound that says so where the length is out of range.
+FA_DEVICE KeyBand band_or_invalid(const AttentionParams& p, int length, int band_from_end) {
+  bool is_valid;
+  KeyBand band = band_of_length(p, length, band_from_end, is_valid);
+  if (!is_valid) band.upper = kInvalidBound;
+  return band;
+}
+
+// Which keys the rows of a block see, whose Work says where they are: those of its entry's band, if
+// entries have lengths.
+#if FA_LENGTHS
+FA_DEVICE KeyBand band_of_entry(const AttentionParams& p, int64 batch) {
+  const KeyLengths& lengths = p.k_lengths;
+  const int64 place = element_of_entry(p, batch, lengths.batch);
+  return band_or_invalid(p, load_index(lengths.start, place, lengths.bytes), lengths.band_from_end);
+}
+template <typename Work>
+FA_DEVICE void find_band(const AttentionParams& p, Work& work, int64 batch) {
+  static_cast<KeyBand&>(work.band) = band_of_entry(p, batch);
+}
+template <typename Work>
+FA_DEVICE const auto& band_of(const AttentionParams&, const Work& work) {
+  return work.band;
+}
+#else
+template <typename Work>
+FA_DEVICE void find_band(const AttentionParams&, Work&, int64) {}
+template <typename Work>
+FA_DEVICE const AttentionParams& band_of(const AttentionParams& p, const Work&) {
+  return p;
+}
+#endif
 
 // In what follows a Band is AttentionParams or a KeyBand.
 template <typename Band>
@@ -57,6 +86,15 @@ FA_DEVICE bool is_invalid_row(const AttentionParams& p, int row) {
   return false;
 #endif
 }
+// The same of a row of a block, whose entry may have a length out of range.
+template <typename Work>
+FA_DEVICE bool is_invalid_row(const AttentionParams& p, const Work& work, int row) {
+#if FA_LENGTHS
+  return work.band.upper == kInvalidBound;
+#else
+  return is_invalid_row(p, row);
+#endif
+}
 
 // Tiles of keys or of queries, [begin, end).
 struct TileRange {
@@ -79,6 +117,15 @@ FA_DEVICE KeyTiles key_tiles(const Band& p, int first_row, int last_row, int til
   const int full_high = last_key(p, first_row) - origin;
   return {low / tile_n, high / tile_n + 1, (full_low + tile_n - 1) / tile_n,
           (full_high + 1) / tile_n};
+}
+
+// Finds the band of a block's entry, if entries have lengths, and which of its tiles that leaves.
+FA_DEVICE void restrict_to_length(const AttentionParams& p, TileWork& work, KeyTiles& tiles,
+                                  int tile_n) {
+#if FA_LENGTHS
+  find_band(p, work, work.batch);
+  tiles = key_tiles(work.band, work.q_begin, work.q_begin + work.q_rows - 1, tile_n);
+#endif
 }
 
 // Of the columns 0, 1, 8, 9, 16, 17, ... that a thread holds of an accumulator, those before col.
@@ -141,13 +188,15 @@ FA_DEVICE int last_query(const AttentionParams& p, int key) {
   return p.intervals.rows_of_key[key].last;
 }
 #else
-FA_DEVICE int first_query(const AttentionParams& p, int key) {
+template <typename Band>
+FA_DEVICE int first_query(const Band& p, int key) {
   const int64 row = static_cast<int64>(key) - p.upper;
   return row < 0 ? 0 : row > p.q_len ? p.q_len : static_cast<int>(row);
 }
 
 // Inclusive; -1 when there is none.
-FA_DEVICE int last_query(const AttentionParams& p, int key) {
+template <typename Band>
+FA_DEVICE int last_query(const Band& p, int key) {
   const int64 row = static_cast<int64>(key) - p.lower;
   return row < -1 ? -1 : row > p.q_len - 1 ? p.q_len - 1 : static_cast<int>(row);
 }
@@ -160,8 +209,8 @@ struct QueryTiles {
   int full_begin, full_end;
 };
 
-FA_DEVICE QueryTiles query_tiles(const AttentionParams& p, int first_key, int last_key,
-                                 int tile_m) {
+template <typename Band>
+FA_DEVICE QueryTiles query_tiles(const Band& p, int first_key, int last_key, int tile_m) {
   const int low = first_query(p, first_key), high = last_query(p, last_key);
   if (high < low) return {0, 0, 0, 0};
   const int full_low = first_query(p, last_key), full_high = last_query(p, first_key);
@@ -171,7 +220,8 @@ FA_DEVICE QueryTiles query_tiles(const AttentionParams& p, int first_key, int la
 }
 
 // Which of the queries from + {0, 1, 8, 9, 16, ...}, `count` of them, see a key: a bit each.
-FA_DEVICE uint32 visible_queries(const AttentionParams& p, int key, int from, int count) {
+template <typename Band>
+FA_DEVICE uint32 visible_queries(const Band& p, int key, int from, int count) {
   if (key >= p.k_len) return 0;
   const int begin = held_columns_before(first_query(p, key) - from, count);
   const int end = held_columns_before(last_query(p, key) - from + 1, count);

@@ -7,8 +7,10 @@
 constexpr float kFarFp32 = 32.0f;
 // An LSE that is larger than that of a row's own scores by more than a part of itself, or of the
 // largest product that there might be, is one of more keys: results over parts of the keys were
-// merged.  Less is rounding: of an LSE by two units in the last place, of what its products lose.
-constexpr float kLseToleranceFp32 = 1.0f / (1 << 21), kProductToleranceFp32 = 1.0f / (1 << 22);
+// merged.  Less is rounding: of an LSE by two units in the last place, of what its products lose,
+// which are more where a score has more of them.
+constexpr float kLseToleranceFp32 = 1.0f / (1 << 21);
+constexpr float kProductToleranceFp32 = 1.0f / (kDim > 128 ? 1 << 21 : 1 << 22);
 // The largest score of a row that has seen no key: finite, so that no difference of two is NaN.
 constexpr float kNoMaxFp32 = -kLargest;
 

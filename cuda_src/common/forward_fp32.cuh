@@ -241,8 +241,8 @@ FA_DEVICE void finish_row(const AttentionParams& params, const TileWork& work, i
   if (params.sinks != nullptr) {
     correction = add_sink(load_sink(params, work.batch, row), row_max, row_sum, kLog2e);
   }
-  if constexpr (kPacked) {
-    if (is_invalid_row(params, row)) row_sum = FA_NAN;
+  if constexpr (kPacked || kLengths) {
+    if (is_invalid_row(params, work, row)) row_sum = FA_NAN;
   }
   if (params.lse != nullptr && threadIdx.x % 4 == 0) {
     const float lse = row_max + kLn2 * lg2_approx_ftz(row_sum);
@@ -268,7 +268,7 @@ FA_DEVICE void finish_rows(const AttentionParams& params, const TileWork& work, 
   if (params.sinks != nullptr) rescale_o(o, correction);
   uint32 recompute_lanes[1][2];
   const bool any_recompute =
-      find_rows_to_recompute<kMasked>(params, rows.softmax, o, first_row, recompute_lanes);
+      find_rows_to_recompute<kMasked>(params, work, rows.softmax, o, first_row, recompute_lanes);
   float* out = static_cast<float*>(params.out) + work.at.out;
   write_out(params, rows, o, out + static_cast<int64>(first_row) * params.out_row, first_row);
   if (any_recompute) {

@@ -104,7 +104,7 @@ FA_DEVICE void write_lse(const AttentionParams& params, const TileWork& work,
 // Finds the rows that are to be computed again, as bits of the lanes that hold them.  Returns
 // whether the warp has any.
 template <bool kMasked, int kMmaM, int kMmaV>
-FA_DEVICE bool find_rows_to_recompute(const AttentionParams& params,
+FA_DEVICE bool find_rows_to_recompute(const AttentionParams& params, const TileWork& work,
                                       const OnlineSoftmax<kMmaM>& softmax,
                                       const float (&o)[kMmaM][kMmaV][4], int first_row,
                                       uint32 (&recompute_lanes)[kMmaM][2]) {
@@ -120,7 +120,8 @@ FA_DEVICE bool find_rows_to_recompute(const AttentionParams& params,
         probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
       }
       const bool exceeds_float32 = exceeds_float32_scores<!kScoreMod, kMasked>(
-          params, first_row + 16 * i + 8 * h, softmax.row_max[i][h], row_sum);
+          params, band_of(params, work), first_row + 16 * i + 8 * h, softmax.row_max[i][h],
+          row_sum);
       recompute_lanes[i][h] = __ballot_sync(kFullWarp, exceeds_float32 || probe != probe);
       any_recompute |= recompute_lanes[i][h];
     }
@@ -140,14 +141,16 @@ FA_DEVICE void recompute_rows(const AttentionParams& params, const TileWork& wor
     const int row = work.q_begin + warp * kWarpRows + r;
     const int row_lane = r % 8 * 4;  // the row's first lane
     bool recompute = (recompute_lanes[0][0] >> row_lane & 15) != 0 && row < params.q_len;
-    if constexpr (kPacked) recompute = recompute && !is_invalid_row(params, row);
+    if constexpr (kPacked || kLengths) {
+      recompute = recompute && !is_invalid_row(params, work, row);
+    }
     if (recompute) {
       Element* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
-      recompute_row<kBf16, kDim, kMasked>(params, work.at, DenseKeysOf<Element>{params, work.at},
-                                          work.batch, row,
-                                          __shfl_sync(kFullWarp, softmax.row_max[0][0], row_lane),
-                                          __shfl_sync(kFullWarp, softmax.row_sum[0][0], row_lane),
-                                          [&](int col, Element x) { to[col] = x; });
+      recompute_row<kBf16, kDim, kMasked>(
+          params, work.at, dense_keys<Element>(params, work.at, band_of(params, work)), work.batch,
+          row, __shfl_sync(kFullWarp, softmax.row_max[0][0], row_lane),
+          __shfl_sync(kFullWarp, softmax.row_sum[0][0], row_lane),
+          [&](int col, Element x) { to[col] = x; });
     }
     if (r % 8 < 7) continue;
     // Registers have no index: what belongs to the next eight rows moves to the first place.

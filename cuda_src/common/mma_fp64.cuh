@@ -150,23 +150,37 @@ FA_DEVICE void add_product_fp64(double (&sums)[kMmaM][kMmaN][4], const double (&
 template <typename Tile, int kRows, int kThreads>
 FA_DEVICE void load_tile_fp64(uint32 tile, const double* source, int64 row_stride, int row_begin,
                               int rows, int cols, bool aligned) {
-#pragma unroll 4
-  for (int index = tid_x_again(); index < kRows * Tile::kRowChunks; index += kThreads) {
+  constexpr int kChunks = kRows * Tile::kRowChunks, kSteps = (kChunks + kThreads - 1) / kThreads;
+  const int tid = tid_x_again();
+  // Of a row that does not exist no address is made, not even to read nothing from.
+  if (aligned && cols % 2 == 0) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int index = tid + step * kThreads;
+      if (kChunks % kThreads != 0 && index >= kChunks) break;
+      // Of the same chunk in each step, where threads divide into rows.
+      const bool same = kThreads % Tile::kRowChunks == 0;
+      const int chunk = (same ? tid : index) % Tile::kRowChunks;
+      const int row = same ? tid / Tile::kRowChunks + step * (kThreads / Tile::kRowChunks)
+                           : index / Tile::kRowChunks;
+      const bool exists = row_begin + row < rows && 2 * chunk < cols;
+      const double* from = exists ? source + (row_begin + row) * row_stride + 2 * chunk : source;
+      cp_async_cg_16(tile + Tile::offset(row, chunk), from, exists ? 16 : 0);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int index = tid; index < kChunks; index += kThreads) {
     const int row = index / Tile::kRowChunks, chunk = index % Tile::kRowChunks;
     const int count = row_begin + row < rows ? max(0, min(2, cols - 2 * chunk)) : 0;
-    // Of a row that does not exist no address is made, not even to read nothing from.
     const double* from = count > 0 ? source + (row_begin + row) * row_stride + 2 * chunk : source;
     const uint32 to = tile + Tile::offset(row, chunk);
-    if (aligned) {
-      cp_async_cg_16(to, from, 8 * count);
-    } else {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (e < count) {
-          cp_async_ca<8>(to + 8 * e, from + e);
-        } else {
-          st_shared_v2_b32(to + 8 * e, 0, 0);
-        }
+    for (int e = 0; e < 2; ++e) {
+      if (e < count) {
+        cp_async_ca<8>(to + 8 * e, from + e);
+      } else {
+        st_shared_v2_b32(to + 8 * e, 0, 0);
       }
     }
   }

@@ -36,13 +36,14 @@ FA_DEVICE bool exceeds_float32_scores(const AttentionParams& p, int row, float r
 }
 
 // Where the keys and values of a batch entry are, and its band: here rows at equal distances.
-template <typename T>
+template <typename T, typename Band = AttentionParams>
 struct DenseKeysOf {
   using Element = T;
   const AttentionParams& p;
   const BatchOffsets& offsets;
+  const Band& own_band;
 
-  __device__ __forceinline__ const AttentionParams& band() const { return p; }
+  __device__ __forceinline__ const Band& band() const { return own_band; }
   __device__ __forceinline__ const T* k(int key) const {
     return static_cast<const T*>(p.k) + offsets.k + static_cast<int64>(key) * p.k_row;
   }
@@ -51,6 +52,11 @@ struct DenseKeysOf {
   }
 };
 using DenseKeys = DenseKeysOf<uint16>;
+template <typename T, typename Band>
+FA_DEVICE DenseKeysOf<T, Band> dense_keys(const AttentionParams& p, const BatchOffsets& offsets,
+                                          const Band& band) {
+  return {p, offsets, band};
+}
 
 // Calls attend(key) for each key that a row may see by its band and by the mask's lists, as a whole
 // warp, until it says false.

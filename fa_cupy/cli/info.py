@@ -146,7 +146,7 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         yield "CuPy", "no device here; --target asks for one that is not"
         return
     sizes = dtype, entries, q_len, k_len, head_dim, v_dim
-    yield from _attention(*sizes, target, options.causal)
+    yield from _attention(*sizes, target)
     yield from _backward(*sizes, target)
     yield from _pairs(dtype, q_len, k_len, head_dim, v_dim)
     if q_len == k_len:
@@ -183,9 +183,8 @@ def multiprocessors(target: str) -> int:
 
 
 def _attention(
-    dtype: str, entries: int, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str,
-    is_causal: bool,
-) -> Iterator[Line]:  # fmt: skip
+    dtype: str, entries: int, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str
+) -> Iterator[Line]:
     if max(q_len, k_len) > MAX_LENGTH:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         yield "", f"kernels take up to {MAX_LENGTH:,} queries and keys"
@@ -200,12 +199,7 @@ def _attention(
     if row is None or (isinstance(row, FwdFp64) and q_len <= FEW_QUERIES):
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         return
-    pairs = entries * q_len * k_len
-    if dtype == DTYPE and not is_causal and prefers_cublas(target, pairs, head_dim, v_dim):
-        yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products, which are faster here"
-        yield "", f"in a CUDA graph, with a mask or another option: {row.name}"
-    else:
-        yield "CuPy", f"{target}: {row.name}"
+    yield "CuPy", f"{target}: {row.name}"
     yield "", _described(row, entries * -(-q_len // row.tile_m), target)
     yield "", row.why
     shown = [row]
@@ -236,10 +230,10 @@ def _backward(
         return
     main = rows[1]  # what comes before and after it is the same for all dims
     pairs = entries * q_len * k_len
-    faster = dtype == DTYPE and prefers_cublas(target, pairs, head_dim, v_dim, gradients=True)
+    faster = dtype == DTYPE and prefers_cublas(target, pairs, head_dim, v_dim)
     if faster:
         yield "", "attention_backward: tiled CuPy, on cuBLAS products, which are faster here"
-        yield "", f"in a CUDA graph, with a mask or a score: {main.name}"
+        yield "", f"in a CUDA graph, with a mask, lengths or a score: {main.name}"
     else:
         yield "", f"attention_backward: {main.name}"
     yield "", f"with {', '.join(row.entry for row in rows if row is not main)}"

@@ -124,14 +124,14 @@ def addresses_of(score: Operands) -> tuple[int, ...]:
 
 
 class PackedCall(NamedTuple):
-    """The offsets of a call that may have a plan.
+    """The offsets of a call that may have a plan, or the lengths of one.
 
     Attributes
     ----------
     key : tuple
         Of the plan.
     arrays : tuple of cupy.ndarray
-        Offsets of queries and of keys, in C order.
+        Offsets of queries and of keys, in C order; or lengths.
     """
 
     key: tuple[Any, ...] = ()
@@ -165,6 +165,18 @@ class PackedCall(NamedTuple):
         shapes = [(x.size, x.dtype) for x in arrays]
         return cls(("offsets", k_offsets is None, *shapes), arrays)
 
+    @classmethod
+    def of_gradients(
+        cls, where: str, device: int, q_offsets: Any, k_offsets: Any, k_lengths: Any
+    ) -> PackedCall | None:
+        """Return that of a call with offsets or lengths; None where it needs more than a look."""
+        if not (q_offsets is k_offsets is None):
+            return cls.of(where, device, q_offsets, k_offsets, k_lengths)
+        if type(k_lengths) is not cupy.ndarray or k_lengths.data.device_id != device:
+            return None
+        require_whole_elements(where, k_lengths=k_lengths)
+        return cls(("lengths", k_lengths.shape, k_lengths.strides, k_lengths.dtype), (k_lengths,))
 
-#: Of a call without offsets.
+
+#: Of a call without offsets and lengths.
 NOT_PACKED = PackedCall()

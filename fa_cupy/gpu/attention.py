@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import cupy
-import numpy as np
 from cupy import ndarray
 from cupy.cuda import alloc, get_current_stream, runtime
 
@@ -38,7 +37,6 @@ from fa_cupy.gpu.arrays import (
 from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
-from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import leaves_to_cublas
 from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.built_in import with_built_in
@@ -279,7 +277,7 @@ def attention(
         Of shape ``problem.out_shape``.
     lse : cupy.ndarray or None
     """
-    device, captured = runtime.getDevice(), problem.dtype == np.float64 and capturing()
+    device = runtime.getDevice()
     if problem.dropout is not None:
         _check_dropout(problem, bias, mask, device)
     if isinstance(bias, SparseBias):
@@ -291,9 +289,9 @@ def attention(
     counts = _counts(problem, mask, device)
     if built_in is not None:
         counts_of_form = _counts(built_in[0], mask, device)
-        if _served(built_in[0], device, counts_of_form, captured):
+        if _served(built_in[0], device, counts_of_form):
             (problem, bias), score, counts = built_in, None, counts_of_form
-    unserved = isinstance(mask, tuple) or not _served(problem, device, counts, captured)
+    unserved = isinstance(mask, tuple) or not _served(problem, device, counts)
     if problem.offsets is not None and unserved:
         inputs = q, k, v, bias, mask
         return _packed(problem, inputs, out, return_lse, sinks, score, keys, on_host)
@@ -351,13 +349,19 @@ def _by_gathering(
     score: Operands | None,
     keys: KeyArrays,
 ) -> tuple[Any, Any | None]:
-    """Solve a problem whose key lengths and pages no kernel reads: by an equal call without."""
-    hidden = problem.k_lengths is not None
-    expected = without_places(problem) if hidden else dataclasses.replace(problem, pages=None)
+    """Solve a problem whose key lengths and pages no kernel reads: by an equal call without.
+
+    Lengths stay if a kernel reads them where there are no pages.
+    """
+    in_rows, device = dataclasses.replace(problem, pages=None), runtime.getDevice()
+    of_lengths = problem.pages is not None and _served(in_rows, device, None)
+    hidden = problem.k_lengths is not None and not of_lengths
+    expected = without_places(problem) if hidden else in_rows
     _refuse(expected, None if hidden else mask)
-    alone = gathered(cupy, problem, k, v, mask, keys)
+    alone = gathered(cupy, problem, k, v, mask, keys, hides=hidden)
+    own = None if hidden or keys.lengths is None else KeyArrays(keys.lengths)
     result, lse = attention(
-        alone.problem, q, alone.k, alone.v, bias, alone.mask, out, return_lse, sinks, score
+        alone.problem, q, alone.k, alone.v, bias, alone.mask, out, return_lse, sinks, score, own
     )
     mark_bad(cupy, alone.bad, result, lse)
     return result, lse
@@ -481,19 +485,11 @@ def _counts(problem: Problem, mask: Any, device: int) -> PairCounts | None:
     return pairs.counts_of(problem, mask, device)
 
 
-def _served(
-    problem: Problem, device: int, counts: PairCounts | None, captured: bool = False
-) -> bool:
-    """Whether a kernel solves a problem in any layout, or there is no query.
-
-    Where the stream is `captured`, also one that cuBLAS solves faster.
-    """
+def _served(problem: Problem, device: int, counts: PairCounts | None) -> bool:
+    """Whether a kernel solves a problem in any layout, or there is no query."""
     if counts is not None or not math.prod(problem.out_shape[:-1]):
         return True
-    target = workspace.launcher(device).target
-    if not captured and problem.dtype == np.float64 and leaves_to_cublas(problem, target):
-        return False
-    return forward.for_any_layout(problem, target) is not None
+    return forward.for_any_layout(problem, workspace.launcher(device).target) is not None
 
 
 def _refuse(problem: Problem, mask: Any) -> None:
@@ -502,7 +498,7 @@ def _refuse(problem: Problem, mask: Any) -> None:
     `problem` is one that is about to be made; `mask` is its mask, if that is given and no new one.
     """
     device = runtime.getDevice()
-    if capturing() and not _served(problem, device, _counts(problem, mask, device), True):
+    if capturing() and not _served(problem, device, _counts(problem, mask, device)):
         from fa_cupy.gpu.cublas import attention  # needs cuBLAS, which the kernels do not
 
         workspace.refuse_products(_NAME, attention.described(problem))

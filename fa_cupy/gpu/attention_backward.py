@@ -147,13 +147,14 @@ def cached(
     """
     # These gradients, and that of a bias if `need` does not leave it out.
     of_inputs = need is None or (need.__class__ is tuple and need == _INPUTS)
-    if not (of_inputs and k_lengths is sinks is None):
+    if not of_inputs or sinks is not None:
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device, q.dtype)
     biased = None if bias is None else array_key(bias, device)
-    given = not (q_offsets is k_offsets is None)
-    packed = PackedCall.of(_NAME, device, q_offsets, k_offsets) if given else NOT_PACKED
+    given = not (k_lengths is q_offsets is k_offsets is None)
+    of_keys = q_offsets, k_offsets, k_lengths
+    packed = PackedCall.of_gradients(_NAME, device, *of_keys) if given else NOT_PACKED
     side = None if window is None else window_key(window)
     if packed is None or seen is False or biased is False or side is False:
         return None
@@ -164,9 +165,7 @@ def cached(
         and causal_align.__class__ in TEXTS
     ) or runtime.streamIsCapturing(get_current_stream().ptr):
         return None  # in a capture, an error would leave memory in the graph
-    facts: list[Any] = [
-        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, need is None,
-    ]  # fmt: skip
+    facts: list[Any] = [_NAME, device, scale, is_causal, causal_align, window, softcap, seen]
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
         if type(x) is not cupy.ndarray or x.data.device_id != device:
@@ -178,12 +177,13 @@ def cached(
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
-    found: Any = lookup(key := (*facts, packed.key), UNKNOWN)
+    found: Any = lookup(key := (*facts, biased, need is None, packed.key), UNKNOWN)
     if found is UNKNOWN:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap, q_offsets=q_offsets, k_offsets=k_offsets,
+            window=window, softcap=softcap, k_lengths=k_lengths, q_offsets=q_offsets,
+            k_offsets=k_offsets,
         )  # fmt: skip
         of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
         is_left = problem.dtype == _FLOAT64 and _on_products(problem, of_bias is not None)
@@ -284,7 +284,7 @@ def _on_products(problem: Problem, of_bias: bool) -> bool:
     from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import leaves_to_cublas
 
     target = workspace.launcher(runtime.getDevice()).target
-    return leaves_to_cublas(problem, target, True, of_bias)
+    return leaves_to_cublas(problem, target, of_bias)
 
 
 def _packed(
@@ -333,11 +333,12 @@ def _with_lengths(
     keys: KeyArrays,
     on_host: KeyArrays | None,
 ) -> dict[str, Any]:
-    """Return gradients of a problem with key lengths by an equal call without.
+    """Return gradients of a problem with key lengths: where no kernel reads them, by an equal call.
 
-    That is one of parts of the arrays, if the host knows that all lengths are the same. Where a
-    band counts from the ends, entries are packed sequences, if kernels take those: a mask would
-    have a number for each pair. Otherwise it hides the keys behind the ends.
+    That is one of parts of the arrays, if the host knows that all lengths are the same. Kernels of
+    float32 and float64 read lengths. Elsewhere, where a band counts from the ends, entries are
+    packed sequences, if kernels take those: a mask would have a number for each pair. Otherwise it
+    hides the keys behind the ends.
     """
     checked = on_host is not None and on_host.lengths is not None
     if on_host is not None and checked:
@@ -353,6 +354,10 @@ def _with_lengths(
             return sequences.by_parts(
                 _of_parts(empty), problem, inputs, results, need, sinks, score, [together], own
             )
+    if problem.mask is None and problem.dtype.itemsize > 2:  # there are builds for lengths
+        found = by_kernels(problem, inputs, results, need, empty, sinks, score, (keys.lengths,))
+        if found is not None:
+            return found
     if problem.band_from_end and score is None:
         grads = _by_folding(problem, inputs, results, need, empty, sinks, keys)
         if grads is not None:
@@ -459,7 +464,9 @@ def by_kernels(
     score: Operands | None = None,
     of_keys: Sequence[Any] = (),
 ) -> dict[str, Any] | None:
-    """Do as `backward`; None where the kernels do not take the call. `of_keys` are offsets.
+    """Do as `backward`; None where the kernels do not take the call.
+
+    `of_keys` are offsets, or lengths.
 
     Those of q, k and v are computed, whichever are asked for, and that of the bias only if it is.
     That of sinks follows from what the kernels leave in the workspace.

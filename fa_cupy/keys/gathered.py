@@ -28,7 +28,7 @@ class Gathered(NamedTuple):
     Attributes
     ----------
     problem : Problem
-        Without `k_lengths` and `pages`.
+        Without `pages`, and without `k_lengths` where the mask hides what is behind them.
     k, v : array
         In C order where they were in pages, otherwise as given.
     mask : array of bool or None
@@ -58,7 +58,13 @@ def without_places(problem: Problem) -> Problem:
 
 
 def gathered(
-    xp: Any, problem: Problem, k: Array, v: Array, mask: Array | None, keys: KeyArrays
+    xp: Any,
+    problem: Problem,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    keys: KeyArrays,
+    hides: bool = True,
 ) -> Gathered:
     """Return an equal call whose batch entries all have `k_len` keys.
 
@@ -72,6 +78,8 @@ def gathered(
         The arrays that `problem` was made from, `mask` may be None.
     keys : KeyArrays
         The lengths and the table, of `xp`.
+    hides : bool, optional
+        Whether the mask hides what is behind lengths. If not, these stay.
 
     Returns
     -------
@@ -79,18 +87,16 @@ def gathered(
         After the call, `mark_bad` has to follow.
     """
     pages, bad = problem.pages, _bad(xp, problem, keys)
-    lower, upper = problem.lower, problem.upper
+    alone = replace(problem, pages=None)
     if pages is not None:
         k, v = (_rows(xp, x, pages, keys.table) for x in (k, v))
-    if keys.lengths is not None and problem.k_len:
+    if hides and keys.lengths is not None and problem.k_len:
         seen = _visible(xp, problem, keys.lengths)
         mask = seen if mask is None else mask & seen
         if problem.band_from_end:
-            lower = upper = None
-    alone = replace(
-        problem, lower=lower, upper=upper, k_lengths=None, k_lengths_dtype=None, pages=None,
-        band_from_end=False,
-    )  # fmt: skip
+            alone = replace(alone, lower=None, upper=None)
+    if hides or keys.lengths is None:
+        alone = replace(alone, k_lengths=None, k_lengths_dtype=None, band_from_end=False)
     alone = replace(
         alone,
         k=batch_view(alone, k, problem.k_len, problem.head_dim),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import special
 
 from fa_cupy import attention, reference
-from tests.support.every_run import by_dtype_examples
+from tests.support.every_run import by_dtype_examples, only
 from tests.support.strategies import (
     BFLOAT16,
     DTYPES,
@@ -88,7 +88,9 @@ def test_error_is_that_of_the_plain_formula(xp, dtype, head_dim, is_causal):
     assert error <= 1.1 * reference.relative_error(plain, want)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(SINGLE, 2e-6), (DOUBLE, 1e-13)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), only([(SINGLE, 2e-6), (DOUBLE, 1e-13)], (SINGLE, 2e-6)), ids=str
+)
 def test_error_of_long_sequences(xp, dtype, limit):
     q, k, v = draw((4096, 64), (4096, 64), (4096, 64), dtype=dtype)
     got, lse = attention(*map(xp.asarray, (q, k, v)), return_lse=True)

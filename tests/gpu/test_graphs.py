@@ -287,7 +287,7 @@ CASES["scaled_dot_product_attention: bias"] = scaled_of(lambda new: new(200, 200
 
 def gradients_of(
     shape=SMALL, k_shape=None, dtype=HALF, layouts=None, mask=None, need=None, dlse=False,
-    bias=False, sinks=None, score=False, **options,
+    bias=False, sinks=None, score=False, lengths=False, **options,
 ):  # fmt: skip
     def build(new):
         lay, k_shape_ = layouts or {}, k_shape or shape
@@ -302,6 +302,8 @@ def gradients_of(
             more["sinks"] = new(*sinks[0], dtype=sinks[1])
         if score:
             more["score"] = score_of(new)
+        if lengths:
+            more["k_lengths"] = new.integers((shape[0],), 0, k_shape_[-2])
         rows = new(*shape[:-1], dtype=SINGLE) if dlse else None
         # Those of the first round, in all of them.
         out, lse = fa_cupy.attention(q, k, v, **more, **options, return_lse=True)
@@ -317,6 +319,10 @@ GRADIENTS = {
     "bfloat16, causal, dlse": {"dtype": BFLOAT16, "is_causal": True, "dlse": True},
     "float32, causal, dlse": {"dtype": SINGLE, "is_causal": True, "dlse": True},
     "float32, sinks": {"dtype": SINGLE, "sinks": ((4, 1), SINGLE), "layouts": {"k": "strided"}},
+    "float32, lengths": {"dtype": SINGLE, "lengths": True, "dlse": True},
+    "float64, lengths, causal": {
+        "dtype": DOUBLE, "lengths": True, "is_causal": True, "causal_align": "bottom_right",
+    },
     "head_dim 128": {"shape": (2, 2, 200, 128)},
     "head_dim 256": {"shape": (2, 2, 200, 256)},
     **{f"k {layout}": {"layouts": {"k": layout}} for layout in STRANGE},
@@ -489,6 +495,9 @@ CASES["attention with lengths, causal"] = keyed_of(
     BFLOAT16, 5, is_causal=True, causal_align="bottom_right"
 )
 CASES["attention with lengths, k strided"] = keyed_of(layout="strided")
+CASES["attention with lengths, float32"] = keyed_of(SINGLE, 600)
+CASES["attention with lengths, one query of float64"] = keyed_of(DOUBLE)
+CASES["attention with pages, float32"] = keyed_of(SINGLE, 70, size=16)
 CASES["attention with pages"] = keyed_of(size=64)
 CASES["attention with pages, many queries"] = keyed_of(q_len=70, size=16)
 
@@ -656,8 +665,11 @@ def refused_calls():
         "attention_backward of a score's array": lambda: fa_cupy.attention_backward(
             half, half, half, half, half, rows, score=score, need=["score.x"]
         ),
-        "attention_backward, float32 of head_dim 160": lambda: fa_cupy.attention_backward(
-            *[uniform((2, 40, 160), 0, SINGLE)] * 5, rows
+        "attention_backward, a bias of float32 of head_dim 160": lambda: fa_cupy.attention_backward(
+            *[uniform((2, 40, 160), 0, SINGLE)] * 5,
+            rows,
+            uniform((40, 40), 1, SINGLE),
+            need=["bias"],
         ),
         "causal_product, wide float64": lambda: fa_cupy.causal_product(many, many, many),
         "causal_product_backward, wide float64": lambda: fa_cupy.causal_product_backward(
@@ -683,7 +695,7 @@ def refused_calls():
 
 REFUSED = (
     "attention, few queries of float64", "attention, head_dim 320",
-    "attention_backward, float32 of head_dim 160", "causal_product, wide float64",
+    "attention_backward, a bias of float32 of head_dim 160", "causal_product, wide float64",
     "causal_product_backward, wide float64",
     "linear_attention, wide float64", "linear_attention, all keys",
     "linear_attention_backward, wide float64", "kernel_regression", "kernel_regression_backward",

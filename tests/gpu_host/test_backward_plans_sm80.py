@@ -126,29 +126,36 @@ def test_a_bias_is_read_as_it_lies(host, cupy):
     assert len(known()) == 3
 
 
+TURNED = draw(2, 150, 70, dtype=np.dtype(np.float32)).swapaxes(1, 2)
+BIASES = {
+    "of keys": BIAS,
+    "turned": TURNED,
+    "of queries": TURNED[:, ::-1, :1],
+    "broadcast": np.broadcast_to(BIAS, (2, 70, 150)),
+}
+
+
 @pytest.mark.parametrize("dtype", only([np.float32, np.float64], np.float32))
-def test_the_gradient_of_a_bias_comes_from_kernels(host, cupy, launcher, dtype):
-    turned = draw(2, 150, 70, dtype=np.dtype(np.float32)).swapaxes(1, 2)
-    for bias in (BIAS, turned, turned[:, ::-1, :1], np.broadcast_to(BIAS, (2, 70, 150))):
-        launcher.ran.clear()
-        bias = bias.astype(dtype)
-        call = Sm90Call(small(bias=bias, is_causal=True, causal_align="bottom_right"))
-        found = call.solve(host, cupy, (*ALL, "bias"))
-        assert launcher.ran == [*KERNELS_SM90, "bwd_dbias_sm80"]
-        for name, want in call.want().items():
-            np.testing.assert_array_equal(found[name].view(np.uint16), want.view(np.uint16), name)
-        want = reference.attention_backward(
-            call.plain["dout"], *(call.plain[name] for name in ALL), bias, **call.options
-        )[3]
-        assert (found["bias"].dtype, found["bias"].shape) == (bias.dtype, bias.shape)
-        np.testing.assert_allclose(found["bias"], want, atol=4e-3)
-        if dtype == np.float32:  # else it is converted, as the bias is
-            assert core_arrays.memory_order(bias.shape, found["bias"]) == core_arrays.memory_order(
-                bias.shape, bias
-            )
-        alone = call.solve(host, cupy, ("bias",))
-        assert list(alone) == ["bias"]
-        np.testing.assert_array_equal(alone["bias"], found["bias"])
+@pytest.mark.parametrize("name", only(BIASES, "of keys", "turned"))
+def test_the_gradient_of_a_bias_comes_from_kernels(host, cupy, launcher, name, dtype):
+    bias = BIASES[name].astype(dtype)
+    call = Sm90Call(small(bias=bias, is_causal=True, causal_align="bottom_right"))
+    found = call.solve(host, cupy, (*ALL, "bias"))
+    assert launcher.ran == [*KERNELS_SM90, "bwd_dbias_sm80"]
+    for of, want in call.want().items():
+        np.testing.assert_array_equal(found[of].view(np.uint16), want.view(np.uint16), of)
+    want = reference.attention_backward(
+        call.plain["dout"], *(call.plain[name] for name in ALL), bias, **call.options
+    )[3]
+    assert (found["bias"].dtype, found["bias"].shape) == (bias.dtype, bias.shape)
+    np.testing.assert_allclose(found["bias"], want, atol=4e-3)
+    if dtype == np.float32:  # else it is converted, as the bias is
+        assert core_arrays.memory_order(bias.shape, found["bias"]) == core_arrays.memory_order(
+            bias.shape, bias
+        )
+    alone = call.solve(host, cupy, ("bias",))
+    assert list(alone) == ["bias"]
+    np.testing.assert_array_equal(alone["bias"], found["bias"])
 
 
 def test_more_batch_axes_than_the_kernels_walk_are_for_others(host, cupy):

@@ -65,9 +65,9 @@ def test_from_coo(cupy):
         BitMask.from_csr(coo_of(cupy, [0, 1], [0, 1, 2]))
 
 
-def test_from_csr(cupy):
-    for matrices, batched in mask_sources.csr_cases():
-        mask_sources.check_csr(lambda m: csr_of(cupy, m), matrices, batched)
+@pytest.mark.parametrize(("matrices", "batched"), [*mask_sources.csr_cases()])
+def test_from_csr(cupy, matrices, batched):
+    mask_sources.check_csr(lambda m: csr_of(cupy, m), matrices, batched)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which calls of float64 go to kernels, and which to products of cuBLAS that are faster."""
+"""Which gradients in float64 kernels compute, and which products of cuBLAS that are faster."""
 
 import numpy as np
 import pytest
@@ -23,21 +23,23 @@ def problem(lengths=(4096, 4096), dims=(256, 256), batch=(4, 8), dtype=np.float6
     return attention_problem(q, k, v, *more, **options)
 
 
-def choices(*given, target=HERE, **options):
-    """Whether cuBLAS computes the output and the gradients of a problem."""
-    found = problem(*given, **options)
-    return [products_fp64.leaves_to_cublas(found, target, wanted) for wanted in (False, True)]
+def choice(*given, target=HERE, **options):
+    """Whether cuBLAS computes the gradients of a problem."""
+    return products_fp64.leaves_to_cublas(problem(*given, **options), target)
 
 
 def test_wide_dims_go_to_cublas_where_that_was_measured_to_be_faster():
-    assert choices() == [True, True]
-    assert choices(dims=(64, 136)) == choices(dims=(136, 64)) == [True, True]
-    assert choices(dims=(128, 128)) == choices(dims=(64, 64)) == [False, False]
-    assert choices(target="sm_80") == choices(target=None) == [False, False]
+    assert choice()
+    assert choice(dims=(64, 136))
+    assert choice(dims=(136, 64))
+    assert not choice(dims=(128, 128))
+    assert not choice(dims=(64, 64))
+    assert not choice(target="sm_80")
+    assert not choice(target=None)
 
 
 @pytest.mark.parametrize(
-    ("options", "gradients"),
+    ("options", "wanted"),
     [
         ({"is_causal": True, "causal_align": "top_left"}, True),
         ({"softcap": 2.0}, True),
@@ -49,8 +51,8 @@ def test_wide_dims_go_to_cublas_where_that_was_measured_to_be_faster():
     ],
     ids=str,
 )
-def test_options_of_the_output_are_for_the_kernels(options, gradients):
-    assert choices(**options) == [False, gradients]
+def test_what_tiles_compute_in_vain_is_for_the_kernels(options, wanted):
+    assert choice(**options) == wanted
 
 
 def test_gradients_of_a_bias_go_to_cublas_above_64_dims():
@@ -58,15 +60,15 @@ def test_gradients_of_a_bias_go_to_cublas_above_64_dims():
     for dims, wanted in (((64, 64), False), ((64, 72), True), ((128, 128), True)):
         found = problem(dims=dims, bias=bias)
         for of_bias in (False, True):
-            got = products_fp64.leaves_to_cublas(found, HERE, gradients=True, of_bias=of_bias)
+            got = products_fp64.leaves_to_cublas(found, HERE, of_bias)
             assert got == (wanted and of_bias)
     narrow = problem(dims=(128, 128), bias=bias, window=(1000, 0), causal_align="top_left")
-    assert not products_fp64.leaves_to_cublas(narrow, HERE, gradients=True, of_bias=True)
+    assert not products_fp64.leaves_to_cublas(narrow, HERE, of_bias=True)
 
 
 def test_small_calls_are_for_the_kernels():
-    assert choices(batch=(1, 1)) == [False, True]
-    assert choices(lengths=(17, 4096), batch=(2, 8)) == [False, False]
+    assert choice(batch=(1, 1))
+    assert not choice(lengths=(17, 4096), batch=(2, 8))
 
 
 # Whole calls
@@ -76,23 +78,18 @@ def test_small_calls_are_for_the_kernels():
 def products(monkeypatch):
     """A device, where calls of any size are large, and what products of cuBLAS are asked for."""
     with cupy_stand_in.on_a_device():
-        from fa_cupy.gpu.cublas import attention, attention_backward
+        from fa_cupy.gpu.cublas import attention_backward
         from fa_cupy.gpu.kernels.attention.full_precision import products_fp64
 
-        monkeypatch.setattr(products_fp64, "_LEAST_FLOP", (0, 0))
+        monkeypatch.setattr(products_fp64, "_LEAST_FLOP", 0)
 
         asked = []
-
-        def attend(problem, q, *given):
-            asked.append("output")
-            return owned(np.zeros(problem.out_shape)), owned(np.zeros(problem.out_shape[:-1]))
 
         def backward(problem, inputs, results, need, empty, *given):
             asked.append("gradients")
             named = zip(("q", "k", "v"), inputs, strict=False)
             return {name: empty(x.shape, x.dtype, x) for name, x in named}
 
-        monkeypatch.setattr(attention, "attention", attend)
         monkeypatch.setattr(attention_backward, "backward", backward)
         yield asked
 
@@ -116,8 +113,7 @@ def test_the_choice_is_that_of_whole_calls(products):
     score = Score("s - 0.1 * abs(i - j)")
     causal = {"is_causal": True, "causal_align": "top_left"}
     for _ in range(3):  # the third one has a plan
-        assert run(products) == ["output", "gradients"]
-        assert run(products, **causal) == ["gradients", FORWARD]
+        assert run(products) == run(products, **causal) == ["gradients", FORWARD]
         assert run(products, dim=128) == [FORWARD, *BACKWARD]
         assert run(products, mask=mask) == [FORWARD, *BACKWARD]
         assert run(products, score=score) == [FORWARD, *BACKWARD]
@@ -129,8 +125,8 @@ def test_the_choice_is_that_of_whole_calls(products):
 
 def test_kernels_compute_what_is_captured_and_nothing_else(products):
     """Products of cuBLAS cannot be captured. What comes later does not depend on it."""
-    assert run(products) == ["output", "gradients"]
+    assert run(products) == ["gradients", FORWARD]
     for _ in range(2):
         with CAPTURE.record():
             assert run(products) == [FORWARD, *BACKWARD]
-        assert run(products) == ["output", "gradients"]
+        assert run(products) == ["gradients", FORWARD]

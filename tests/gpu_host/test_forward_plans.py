@@ -198,7 +198,7 @@ def test_packed_float32_has_a_kernel(launcher):
 
 @pytest.mark.parametrize(
     "options",
-    [{"k_lengths": np.array(7)}, {"dim": 264}, {"target": "sm_75"}],
+    [{"k_lengths": np.array(7), "masked": True}, {"dim": 264}, {"target": "sm_75"}],
     ids=str,
 )
 def test_what_the_kernel_of_float32_does_not_take(options):

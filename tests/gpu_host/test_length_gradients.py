@@ -1,5 +1,7 @@
 """Gradients with key lengths on CuPy arrays, by the kernels in the emulator on a stand-in."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -118,11 +120,47 @@ def test_bands_from_the_ends_are_those_of_packed_sequences(host, cupy, launcher,
         assert found[name].strides == of.strides
 
 
+FULL = {
+    "float32": ["bwd_preprocess_fp32", "bwd_dq_fp32_sm90", "bwd_dkdv_fp32_sm90"],
+    "float64": ["bwd_dq_fp64", "bwd_dkdv_fp64"],
+}
+
+
 @pytest.mark.emulator
-def test_those_of_float64_too(host, cupy, launcher):
-    call = Call(band=CAUSAL, dlse=True, dtype="float64")
+@pytest.mark.parametrize(
+    ("dtype", "band"), only(itertools.product(FULL, [{}, CAUSAL]), *((x, CAUSAL) for x in FULL))
+)
+def test_kernels_of_float32_and_float64_read_lengths(host, cupy, launcher, dtype, band):
+    call = Call(band=band, dlse=True, dtype=dtype)
+    found = call.solve(host, cupy)
+    call.check_others(found)
+    for b, end in enumerate(np.where(call.valid, call.lengths, 0)):
+        assert not found["k"][b, :, end:].any()
+        assert not found["v"][b, :, end:].any()
+    assert launcher.ran == FULL[dtype]
+
+
+SINKS = np.array([[0.5], [-1.0]], np.float32)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("dtype", only(FULL, "float64"))
+def test_the_gradient_of_sinks_of_float32_and_float64(host, cupy, launcher, dtype):
+    call = Call(dlse=True, dtype=dtype, sinks=SINKS)
+    call.check_others(call.solve(host, cupy, need=("q", "k", "v", "sinks")))
+    assert launcher.ran == FULL[dtype]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("dtype", only(FULL, "float32"))
+def test_the_gradient_of_a_bias_takes_a_mask(host, cupy, launcher, dtype):
+    """Without it lengths do."""
+    bias = np.random.default_rng(0).standard_normal((2, 1, 150)).astype(dtype)
+    call = Call(dlse=True, dtype=dtype, bias=bias)
     call.check_others(call.solve(host, cupy))
-    assert launcher.ran == ["row_intervals", "bwd_dq_fp64", "bwd_dkdv_fp64"]
+    assert launcher.ran == FULL[dtype]
+    call.check_others(call.solve(host, cupy, need=("q", "k", "v", "bias")))
+    assert launcher.ran[len(FULL[dtype]) :][: len(TABLES)] == TABLES
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [("float16", 60), ("float64", 264)])

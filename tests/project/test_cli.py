@@ -150,14 +150,13 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
             ["--dtype", "float64", "--shape", "1,2,9,64", "--target", "sm_90a"],
             "sm_90a: tiled CuPy",
         ),
-        (["--dtype", "float64", "--v-dim", "256", "--target", "sm_90a"], "sm_90a: tiled CuPy"),
         (
             ["--dtype", "float64", "--v-dim", "256", "--target", "sm_90a"],
-            "a mask or another option: attention_fwd_fp64-float64-d256",
+            "sm_90a: attention_fwd_fp64-float64-d256",
         ),
         (
             ["--dtype", "float64", "--v-dim", "256", "--target", "sm_90a"],
-            "a mask or a score: attention_bwd_dkdv_fp64-float64-d256",
+            "lengths or a score: attention_bwd_dkdv_fp64-float64-d256",
         ),
         (
             ["--dtype", "float64", "--v-dim", "256", "--causal", "--target", "sm_90a"],
@@ -333,7 +332,8 @@ def test_warmup_compiles_what_gradients_can_get():
     for target in ("sm_80", "sm_90a", "sm_120"):
         rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
         calls = [*product(("float16", "bfloat16"), (64, 200), (False, True))]
-        calls += product(("float32",), (64, 100), (False, True))
+        dims = (64, 100, 200) if target == "sm_90a" else (64, 100)
+        calls += product(("float32",), dims, (False, True))
         chains = [
             attention_backward.select(Wanted(dtype, dim, masked, mapped), target)
             for dtype, dim, masked in calls
@@ -426,7 +426,7 @@ def test_emit_lists_all_rows(capsys):
 
 @needs_compiler
 def test_emit_writes_ptx(tmp_path, capsys):
-    row = VARIANTS[0]
+    row = next(row for row in ROWS if row.source == "mask/transpose_words")  # compiles fastest
     assert main(["emit", "--ptx", row.name, "--target", "sm_80"]) == 0
     text = capsys.readouterr().out
     assert f".visible .entry {row.entry}(" in text

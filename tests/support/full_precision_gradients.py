@@ -23,6 +23,20 @@ def arrays_of(rows, lengths, heads=(2, 1), less=(0, 0), seed=0, scale=1.0):
     return [x.astype(rows[0].dtype) for x in drawn]
 
 
+def far_scores(rng, rows, lengths, size, seed=0):
+    """Arrays whose scores, with a scale of 1, are far apart, and a gradient of the LSE.
+
+    The best keys of a row have the same score. Those of some rows are multiples of `size`.
+    """
+    arrays = arrays_of(rows, lengths, less=(8, 16), seed=seed)
+    q, k = arrays[1], arrays[2]
+    far = rng.random(q.shape[:3]) < 0.3
+    q[far] = 0
+    q[far, 0] = size * rng.choice([-1, 1], int(far.sum()))
+    k[..., 0] = rng.choice([1, 0.5, -1], k.shape[:3])
+    return arrays, rng.standard_normal(q.shape[:3]).astype(q.dtype)
+
+
 def solve(
     rows, arrays, bias=None, seen=None, dlse=None, seed=0, sources=None, invalid=(),
     truncating=False, **options,

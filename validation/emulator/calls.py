@@ -282,7 +282,7 @@ def attention_backward(
         Of the launches whose blocks take work until none is left: how many blocks, and how many of
         them run at the same time.
     **options
-        Of `fa_cupy.attention`; `q_offsets` and `k_offsets` are arrays, and not checked.
+        Of `fa_cupy.attention`; `k_lengths` and offsets are arrays, and not checked.
 
     Raises
     ------
@@ -319,6 +319,8 @@ def attention_backward(
     pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
     pointers += [] if problem.dropout is None else [problem.dropout.seed]
     pointers += _offsets(options)
+    if options.get("k_lengths") is not None:
+        pointers.append(options["k_lengths"].ctypes.data)
     made[0].run((*pointers, *addresses))
     del tables  # it owns what the addresses are of
     return (dq, dk, dv) if dbias is None else (dq, dk, dv, dbias.astype(bias_dtype))

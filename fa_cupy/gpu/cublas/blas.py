@@ -52,8 +52,9 @@ def _library() -> Any:
     except ImportError as error:
         reason = str(error).partition("\n")[0]  # CuPy goes on to list folders
         raise ImportError(
-            "gradients of float32 with dims above 128, products of float64, dims above 256 and all "
-            f"other calls without a kernel need cuBLAS: {remedies.command('cuBLAS')} ({reason})"
+            "gradients of float32 with dims above 128 before Hopper, products of float64, dims "
+            "above 256 and all other calls without a kernel need cuBLAS: "
+            f"{remedies.command('cuBLAS')} ({reason})"
         ) from error
     return cublas
 

@@ -43,7 +43,7 @@ from fa_cupy.gpu.kernels.score import score_pointers
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask,
-#: `OFFSETS` with packed sequences.
+#: `OFFSETS` with packed sequences, ``k_lengths`` with lengths of entries.
 ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "sinks", "dq", "dk", "dv", "dbias")
 #: The kernels of float16 and bfloat16.
 VARIANTS: tuple[BackwardVariant, ...] = (
@@ -77,9 +77,10 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     -------
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
-        that no kernel can walk, packed sequences with a mask or with scores of positions, with
-        dropout other dtypes than those of 16 bits. Of float32 and float64 also dims
-        above 128 in float32, or without 227 KB of shared memory.
+        that no kernel can walk, packed sequences with a mask or with scores of positions, lengths
+        of entries with a mask or the gradient of a bias, or in 16 bits. Of float32 and float64 also
+        dropout, dims above 128 in float32 without ``wgmma``, or for the gradient of a bias, and
+        without 227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
@@ -92,7 +93,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
             and target in row.targets
         )
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
-        return (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
+        builds = (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
+        return (row.for_lengths(wanted.lengths) for row in builds)
 
     if wanted.dropout:
         return _with_dropout(wanted, target)
@@ -104,6 +106,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         picked = [row for rows in kernels for row in pick(rows, wanted.masked)]
         return (*pick(first), *picked) if wanted.strided and len(picked) == len(kernels) else ()
     main: list[BackwardVariant] = []
+    if wanted.lengths:
+        return ()
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
             main = [row, bwd_convert_dq.row_after(row)]
@@ -128,7 +132,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
 def _with_dropout(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     """Return the kernels of a call with dropout: builds of those for SM80."""
     plain = select(wanted._replace(dropout=False, mapped=False), target)
-    if not wanted.strided or wanted.dtype not in DTYPE_NAMES or wanted.packed:
+    if not wanted.strided or wanted.dtype not in DTYPE_NAMES or wanted.packed or wanted.lengths:
         return ()
     return (*plain[:1], *[row.for_dropout(True) for row in plain[1:]])
 
@@ -170,6 +174,7 @@ def make_plan(
     names += ("seed",) if traits.problem.dropout is not None else ()
     names += TABLE_ARRAYS if traits.wanted.masked else ()
     names += OFFSETS if traits.wanted.packed else ()
+    names += ("k_lengths",) if traits.wanted.lengths else ()
     return plan.Plan(steps, names, launcher, space), space
 
 

@@ -56,7 +56,8 @@ _ROWS_PER_FLAG = 64  # kRowsPerFlag of cuda_src/common/nonfinite_flags.cuh
 #: ``struct Array`` of ``cuda_src/common/backward_params.cuh``.
 ARRAY = np.dtype([("start", np.uint64), ("row", np.int64), ("batch", np.int64, (MAP_AXES,))])
 _ARRAYS = ("q", "k", "v", "dout", "dq", "dk", "dv")
-_ANY_STRIDES = ("bias", "sinks", "dbias")  # arrays that kernels read and write element by element
+# Arrays that kernels read and write element by element.
+_ANY_STRIDES = ("bias", "sinks", "dbias", "k_lengths")
 #: The fields of `BACKWARD_PARAMS`.
 BACKWARD_FIELDS: list[Any] = (
     [("common", ATTENTION_PARAMS)]
@@ -129,7 +130,7 @@ class BackwardVariant(Variant):
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", PARAMS[self.dropout].itemsize),
-            *self.packed_defines,
+            *self.key_defines,
             *DROPOUT_DEFINES[self.dropout],
             *self.score_defines,
         )
@@ -313,6 +314,8 @@ class Wanted(NamedTuple):
         Whether sequences are packed.
     dropout : bool
         Whether weights are dropped.
+    lengths : bool
+        Whether batch entries have numbers of keys of their own.
     """
 
     dtype: str
@@ -325,6 +328,7 @@ class Wanted(NamedTuple):
     dbias_fills: bool = False
     packed: bool = False
     dropout: bool = False
+    lengths: bool = False
 
 
 def padded_rows(rows: int) -> int:
@@ -374,9 +378,12 @@ class Traits:
             self.views["bias"] = problem.bias
         if problem.sinks is not None:
             self.views["sinks"] = problem.sinks
+        if problem.k_lengths is not None:
+            self.views["k_lengths"] = problem.k_lengths
         axes, steps = attention_params.merge_axes(problem.batch, self.views)
         self.entries = math.prod(axes)
-        sharing = bool(axes) and not any(steps[name][-1] for name in ("k", "v", "dk", "dv"))
+        of_keys = [name for name in ("k", "v", "dk", "dv", "k_lengths") if name in steps]
+        sharing = bool(axes) and not any(steps[name][-1] for name in of_keys)
         self.group = axes[-1] if sharing and self.entries else 1
         missing = MAP_AXES - len(axes)
         self.size = [1] * missing + axes
@@ -418,6 +425,7 @@ class Traits:
             dbias_fills=views.dbias is not None and self._dbias_fills(views.dbias),
             packed=problem.offsets is not None,
             dropout=problem.dropout is not None,
+            lengths=problem.k_lengths is not None,
         )
         #: For fields of a struct, what scores are made of besides products.
         self.operands = {} if problem.bias is None else {"common.bias": "bias"}

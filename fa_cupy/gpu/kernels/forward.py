@@ -23,6 +23,7 @@ from fa_cupy.gpu.kernels.attention.full_precision import (
     fwd_fp32,
     fwd_fp32_sm90,
     fwd_fp64,
+    key_lengths,
     products_fp64,
 )
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32 import FwdFp32
@@ -152,7 +153,8 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
         len(problem.batch) > MAX_BATCH_AXES or not takes_score(problem)
     ):
         return None
-    if (problem.k_lengths or problem.pages) is not None and not supports(problem):
+    of_keys = (problem.k_lengths or problem.pages) is not None
+    if of_keys and supports_own is None and not supports(problem):
         return None
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
@@ -247,6 +249,8 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         variant = variant.for_dropout(True)
     if isinstance(variant, FwdSm90) and traits.key_views:
         variant = variant.for_keys(True, False, pages=problem.pages is not None)
+    elif traits.key_views:
+        variant = variant.for_lengths(True)
     if isinstance(variant, FwdFp64):
         return _plan(traits, variant, fwd_fp64.steps(traits, variant), names, launcher)
     if isinstance(variant, FwdFp32Sm90):
@@ -280,17 +284,24 @@ def _plan(
     fallback: Callable[[], Plan] | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
-    """Return the plan of a kernel's launches, with what packed sequences need before them."""
+    """Return the plan of a kernel's launches, with what they know of keys of entries.
+
+    Packed sequences need a launch before them.
+    """
     sizes = dict(sizes)
     if isinstance(variant, FwdSm90) and variant.split:
         p = steps[0].params[0]
         sizes |= partial_sizes(variant.dim, int(p["rows"]) * int(p["splits"]))
     if any("scheduler.counter" in step.addresses for step in steps):
         sizes["counter"] = COUNTER_BYTES
+    prefix = "common." if isinstance(variant, FwdSm90 | FwdFp32Sm90 | FwdFp64) else ""
+    # split_kv gets lengths by a step of its own.
+    count = len(steps) - 1 if isinstance(variant, FwdFp32Sm90) else 0
+    if variant.lengths and not isinstance(variant, FwdSm90):
+        own = key_lengths.filled(traits.problem, traits.strides[key_lengths.ARRAY])
+        steps = [*steps[:count], *key_lengths.with_lengths(steps[count:], own, prefix)]
     if traits.problem.offsets is not None:
         first = row_intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
-        prefix = "common." if isinstance(variant, FwdSm90 | FwdFp32Sm90 | FwdFp64) else ""
-        count = len(steps) - 1 if isinstance(variant, FwdFp32Sm90) else 0  # know no intervals
         steps = [*steps[:count], *first.before(steps[count:], prefix)]
         sizes |= first.sizes
     return Plan(steps, names, launcher, workspace_of(sizes) if sizes else None, fallback)

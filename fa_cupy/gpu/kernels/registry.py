@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention import row_intervals
+from fa_cupy.gpu.kernels.attention.dbias.dbias_rows import DbiasRows
 from fa_cupy.gpu.kernels.attention.full_precision import split_kv
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
@@ -62,22 +64,30 @@ _UNMASKED: tuple[Variant, ...] = tuple(
 )
 # The dim whose rows have a build for other scores too.
 _SCORED_DIM = 128
+
+
+def _of_keys(rows: Sequence[Variant], build: Callable[[Variant], Variant]) -> list[Variant]:
+    """Return builds of rows, and of some for other scores; each kind of these comes up in turn."""
+    scored = (
+        row
+        for row in rows
+        if row.dim == _SCORED_DIM and row.score is None
+        if row.for_score(SCORE_EXAMPLES[0]) != row
+    )
+    turns = zip(scored, itertools.cycle(SCORE_EXAMPLES), strict=False)
+    return [*map(build, rows), *(build(row.for_score(score)) for row, score in turns)]
+
+
 #: Builds of attention and its gradients for packed sequences, and the kernel that precedes them.
 PACKED_ATTENTION: tuple[Variant, ...] = (
-    row_intervals.VARIANT,
-    *(row.for_sequences(True) for row in _UNMASKED),
-    *(
-        row.for_score(score).for_sequences(True)
-        for row, score in zip(
-            (
-                row
-                for row in _UNMASKED
-                if row.dim == _SCORED_DIM and row.score is None
-                if row.for_score(SCORE_EXAMPLES[0]) != row
-            ),
-            itertools.cycle(SCORE_EXAMPLES),
-            strict=False,
-        )
+    row_intervals.VARIANT, *_of_keys(_UNMASKED, lambda row: row.for_sequences(True)),
+)  # fmt: skip
+#: Builds of kernels of float32 and float64 for batch entries with numbers of keys of their own.
+LENGTHS: tuple[Variant, ...] = (
+    *(row.for_lengths(True) for row in split_kv.VARIANTS),
+    *_of_keys(
+        [row for row in _UNMASKED if row.dtype != "bfloat16" and not isinstance(row, DbiasRows)],
+        lambda row: row.for_lengths(True),
     ),
 )
 #: Builds of ``fwd_sm90`` for batch entries with numbers of keys of their own, or with pages, for a
@@ -99,5 +109,6 @@ SPLIT: tuple[Variant, ...] = (
 )
 ROWS: tuple[Variant, ...] = (
     *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *GRADIENTS,
-    *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *SPLIT,
+    *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *LENGTHS,
+    *SPLIT,
 )  # fmt: skip

@@ -52,6 +52,8 @@ class Variant:
         Whether this build is for packed sequences.
     dropout : bool
         Whether this build drops weights.
+    lengths : bool
+        Whether this build is for batch entries with numbers of keys of their own.
     """
 
     source: str
@@ -67,6 +69,7 @@ class Variant:
     score: ScoreMod | None = None
     packed: bool = False
     dropout: bool = False
+    lengths: bool = False
 
     @property
     def name(self) -> str:
@@ -78,8 +81,14 @@ class Variant:
             + ("-sparse" if self.sparse else "")
             + (f"-{self.score.name}" if self.score else "")
             + ("-packed" if self.packed else "")
+            + self.of_keys
             + ("-dropout" if self.dropout else "")
         )
+
+    @property
+    def of_keys(self) -> str:
+        """What the name says of where keys are."""
+        return "-lengths" if self.lengths else ""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -112,15 +121,16 @@ class Variant:
             ("FA_SPARSE", int(self.sparse)),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", PARAMS[self.dropout].itemsize),
-            *self.packed_defines,
+            *self.key_defines,
             *DROPOUT_DEFINES[self.dropout],
             *self.score_defines,
         )
 
     @property
-    def packed_defines(self) -> tuple[tuple[str, int], ...]:
-        """The constant of ``cuda_src/common/row_intervals.cuh``."""
-        return (("FA_PACKED", 1),) if self.packed else ()
+    def key_defines(self) -> tuple[tuple[str, int], ...]:
+        """Those of ``cuda_src/common/packed.cuh`` and ``cuda_src/common/key_lengths.cuh``."""
+        given = ("FA_PACKED", self.packed), ("FA_LENGTHS", self.lengths)
+        return tuple([(name, 1) for name, value in given if value])
 
     @property
     def score_defines(self) -> tuple[tuple[str, int], ...]:
@@ -143,6 +153,10 @@ class Variant:
     def for_dropout(self, dropout: bool) -> Self:
         """Return the build of this row that drops weights, or the one that does not."""
         return dataclasses.replace(self, dropout=dropout) if dropout else self
+
+    def for_lengths(self, lengths: bool) -> Self:
+        """Return the build of this row for lengths of entries, or for none."""
+        return dataclasses.replace(self, lengths=lengths) if lengths else self
 
     @property
     def rank(self) -> tuple[int, ...]:

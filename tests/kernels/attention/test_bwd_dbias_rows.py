@@ -45,12 +45,13 @@ EACH = [("float32", "sm_80"), ("float64", "sm_89")]
 @pytest.mark.parametrize(
     ("dtype", "dim", "target"), only(ROWS, ("float64", 64, "sm_90a"), ("float32", 64, "sm_80"))
 )
-def test_every_row(dtype, dim, target):
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_row(dtype, dim, target, masked):
     shape = 2, 90, 140
     call = biased(dtype, (2, 1), shape[1:], (dim, dim - 3), shape, DTYPES[dtype], batch=1)
-    check(call, target=target)
-    mask = blocks_of(np.random.default_rng(1), *shape, density=0.5)
-    call = call._replace(options={**call.options, "mask": mask, **BANDS["causal"]})
+    if masked:
+        mask = blocks_of(np.random.default_rng(1), *shape, density=0.5)
+        call = call._replace(options={**call.options, "mask": mask, **BANDS["causal"]})
     check(call, target=target, seed=2)
 
 
@@ -284,6 +285,9 @@ def test_every_call_with_gradients_has_that_of_its_bias():
             wanted = backward.Wanted(dtype, dim, mapped=False, score=score)
             without = select(wanted, target)
             found = select(wanted._replace(dbias=True), target)
+            if dtype == "float32" and dim > 128:  # cuBLAS computes it
+                assert found == ()
+                continue
             # Those of wgmma split rows in a way that the kernel for the bias does not read.
             main = [row.kernel.removesuffix("_sm90") for row in without]
             assert [row.kernel for row in found[:-1]] == main

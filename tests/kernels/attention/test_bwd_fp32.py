@@ -26,6 +26,7 @@ from tests.support.full_precision_gradients import (
     check_mask,
     check_packed,
     definition,
+    far_scores,
     solve,
 )
 from tests.support.kernel_attention import BANDS, any_sinks
@@ -312,15 +313,10 @@ def test_scores_that_are_far(size, band, sinks, seed):
     """The best keys of a row have the same score, and others are far below: weights sum to 1."""
     rng = np.random.default_rng(seed)
     lengths = int(rng.integers(1, 80)), int(rng.integers(1, 80))
-    arrays = arrays_of(D32, lengths, less=(8, 16), seed=seed)
-    far = rng.random(arrays[1].shape[:3]) < 0.3
-    arrays[1][far] = 0
-    arrays[1][far, 0] = size * rng.choice([-1, 1], int(far.sum()))
-    arrays[2][..., 0] = rng.choice([1, 0.5, -1], arrays[2].shape[:3])
+    arrays, given = far_scores(rng, D32, lengths, size, seed)
     options = {**band, "scale": 1.0}
     if sinks:
         options["sinks"] = np.array([size, -np.inf], SINGLE)[:, None]
-    given = rng.standard_normal((1, 2, lengths[0])).astype(SINGLE)
     found = solve(D32, arrays, dlse=given, seed=seed, **options)
     for x, y in zip(found, definition(arrays, dlse=given, **options), strict=False):
         largest = float(np.abs(y).max(initial=0))
@@ -397,7 +393,7 @@ def test_the_schedule_does_not_show():
 
 
 def test_rows_and_their_choice():
-    """Dims up to 128 have rows wherever shared memory is large enough; others go to cuBLAS."""
+    """Dims up to 128 have rows wherever shared memory is large enough; others where wgmma is."""
     for target in ("sm_80", "sm_90a", "sm_89", "sm_100", "sm_120", "compute_80"):
         for dim in (1, 32, 33, 64, 100, 128):
             end = "_sm90" if target == "sm_90a" and dim > 32 else ""
@@ -410,7 +406,8 @@ def test_rows_and_their_choice():
                 assert len({row.dim for row in found}) == 1  # pairs lie in memory with padding
                 assert found[0].dim >= dim
                 assert found[1].sparse == found[2].sparse == masked
-        assert not select(Wanted("float32", 129), target)
+        assert bool(select(Wanted("float32", 129), target)) == (target == "sm_90a")
+        assert not select(Wanted("float32", 257), target)
     assert not select(Wanted("float32", 64, strided=False), "sm_90a")
 
 

@@ -296,8 +296,8 @@ BUGS = {
         "bwd_dq_sm80", 96, ("dp[i][j][e] -= delta[i][e / 2];", ";"),
     ),
     "keys behind the last one are seen": (
-        "bwd_dq_sm80", 32, ("mask_scores<false, kSparse>(params, s, in_band,",
-                                 "mask_scores<false, kSparse>(params, s, true,"),
+        "bwd_dq_sm80", 32, ("mask_scores<false, kSparse>(params, params.common, s, in_band,",
+                                 "mask_scores<false, kSparse>(params, params.common, s, true,"),
     ),
     "words of the wrong slab": (
         "bwd_dkdv_sm80-sparse", 64, ("own % kMaskBlock / 16 * kSlabWords",
@@ -320,7 +320,9 @@ BUGS = {
                                       "min(tile, end)"),
     ),
     "the slope of a softcap is left out": (
-        "bwd_dkdv_sm80", 64, ("dp[i][j][e] *= slope;", ""),
+        "bwd_dkdv_sm80", 64,
+        ("first_other, [&](int j, int e, float slope) { dp[i][j][e] *= slope; }",
+         "first_other, [](int, int, float) {}"),
     ),
     "a bias of other rows": (
         "bwd_dq_sm80", 128, ("s[i], first_own + 16 * i,", "s[i], first_own,"),

@@ -428,7 +428,8 @@ def test_copies_lie_behind_what_is_cleared():
 
 
 def test_select():
-    assert select(Wanted("float32", 136), "sm_90a") == ()
+    assert select(Wanted("float32", 136), "sm_80") == ()
+    assert select(Wanted("float32", 257), "sm_90a") == ()
     assert select(Wanted("float16", 257), "sm_90a") == ()
     assert select(Wanted("float16", 64, mapped=False, strided=False), "sm_90a") == ()
     for dim in range(8, 264, 8):

@@ -222,7 +222,6 @@ NAMED = {f"{row.name}-{target}": (row, target) for row, target in BUILDS}
     "name",
     only(
         NAMED,
-        "attention_bwd_sm90-float16-d64-128x128-w12-s2-packed-sm_90a",
         "attention_bwd_sm90-bfloat16-d128-64x128-w12-s3-packed-sm_90a",
     ),
 )

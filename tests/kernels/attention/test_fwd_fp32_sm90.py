@@ -223,14 +223,14 @@ BUGS = {
         D64, ("const int low = part == 0;", "const int low = 0;"),
     ),
     "a low part of a key is left out": (
-        D64, ("b + b_step + (part == 1 ? kKLow / 16 : 0)", "b + b_step"),
+        D64, ("b + k_place(step) + (part == 1 ? kKLow / 16 : 0)", "b + k_place(step)"),
     ),
     "a low part of a value is left out": (
         D64, ("b + step * (16 * 128 / 16) + (part == 1 ? kKLow / 16 : 0)",
               "b + step * (16 * 128 / 16)"),
     ),
     "a low part of a query is left out": (
-        D64, ("a + a_step + (part == 0 ? kQLow / 16 : 0)", "a + a_step"),
+        D64, ("a + q_place(step) + (part == 0 ? kQLow / 16 : 0)", "a + q_place(step)"),
     ),
     "weights of a tile keep their own maximum": (D64, ("factor[h] = new_weight *", "factor[h] =")),
     "the unit of the output does not change": (
@@ -262,11 +262,10 @@ BUGS = {
     ),
     "V is not waited for": (D64, ("wait(shared.v_full[v_stage], v_at.parity());", "")),
     "K is not waited for": (
-        D64, ("wait(shared.k_full[k_at.index()], k_at.parity());\n        gemm_qk", "gemm_qk"),
+        D64, ("wait(shared.k_full[k_at.index()], k_at.parity());\n        start_qk", "start_qk"),
     ),
     "exponents land later than a tile": (
-        D64, ("mbarrier_arrive_expect_tx(barrier, sizeof(KVTile));",
-              "mbarrier_arrive_expect_tx(barrier, 2 * kKLow);"),
+        D64, ("sizeof(KVTile));\n  cp_async_bulk_load(", "2 * kKLow);\n  cp_async_bulk_load("),
     ),
     "the number of a tile is that of a later one": (
         D64, ("wait(shared.k_empty[stage], k_at.parity() ^ 1);\n    shared.key_tile[stage]",
@@ -285,7 +284,16 @@ BUGS = {
         D128, ("part < kDim / kPvCols; ++part) {\n        gemm_pv",
                "part < 1; ++part) {\n        gemm_pv"),
     ),
-    "the rest of the dims is left out": (D256, ("part < kDim / 16 / kSumSteps", "part < 1")),
+    "the first half of the dims counts twice": (
+        D256,
+        ("gemm_stacked(second, q_tile, k_tile, 1);", "gemm_stacked(second, q_tile, k_tile, 0);"),
+    ),
+    "low parts of Q are left out": (
+        D256, ("wgmma_descriptor(q_tile + kQLow, 0)", "wgmma_descriptor(q_tile, 0)"),
+    ),
+    "low parts of K are left out": (
+        D256, ("s[0][j][e] += first[kMmaN + j][e] + second[kMmaN + j][e];", ""),
+    ),
     "the wrong half of a block's words": (SPARSE_128, (">> at.in_block * (kTileN / 4)", ">> 0")),
     "words of other rows": (SPARSE, ("(c.shared.work.q_begin % kMaskBlock / 16 + c.warp)", "0")),
     "tiles of a block are all its first": (SPARSE_128, ("listed.in_block;\n    }", "0;\n    }")),

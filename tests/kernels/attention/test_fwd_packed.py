@@ -314,7 +314,7 @@ def test_a_planted_bug_is_found(bug, tmp_path):
 
 
 def test_invalid_rows_are_not_computed_again(tmp_path):
-    change = "recompute = recompute && !is_invalid_row(params, row);", ""
+    change = "recompute = recompute && !is_invalid_row(params, work, row);", ""
     source, arrays = plant(tmp_path, SM80.source, change), arrays_of(SM80, (210, 210))
     with pytest.raises(AssertionError):
         check(SM80, arrays, WRONG, source=source)

@@ -53,9 +53,9 @@ FIRST = [first("fwd_sm80"), first("fwd_sm90")]
 @pytest.mark.parametrize("row", some(PLAIN, kind_of))
 @pytest.mark.parametrize("band", only(range(3), 1))
 def test_any_row(row, band):
-    arrays, rng = arrays_of(row), np.random.default_rng(band)
+    arrays, rng = arrays_of(row, heads=(2, 1)), np.random.default_rng(band)
     for _ in range(3):
-        check(row, *arrays, sinks=any_sinks(rng, 2, 4, 150), **options_of(row, **BANDS[band]))
+        check(row, *arrays, sinks=any_sinks(rng, 2, 2, 150), **options_of(row, **BANDS[band]))
 
 
 @pytest.mark.long
@@ -98,8 +98,8 @@ def test_sinks_at_the_ends_of_their_range(row, lengths):
 @pytest.mark.parametrize("row", only(FIRST, FIRST[1]), ids=lambda row: row.name)
 def test_rows_that_are_computed_again(row):
     """Because a key that they do not see has no number as value, or by the size of their scores."""
-    sinks = np.full((4, 200), 2.0, SINGLE)
-    q, k, v = arrays_of(row, lengths=(200, 200))
+    sinks = np.full((2, 200), 2.0, SINGLE)
+    q, k, v = arrays_of(row, heads=(2, 1), lengths=(200, 200), batch=1)
     v[..., 100, :] = np.nan
     q[..., 50, :], k[..., 20, :] = 0, 0
     q[..., 50, 0], k[..., 20, 0] = 2.0**13, 2.0**13

@@ -254,7 +254,6 @@ BUGS = {
     "zeros of V do not count": ("is_v ? rows_left : 0", "0"),
     "zeros behind the end count": ("g * Rows::kStep < counting", "counting != 0"),
     "axes of other sizes": ("entry /= size;", "entry /= 2;"),
-    "V begins with K": ("(is_v ? params.array[0].blocks : 0)", "0"),
     "low parts of other numbers": ("pair[2].low, pair[3].low", "pair[3].low, pair[2].low"),
 }  # fmt: skip
 

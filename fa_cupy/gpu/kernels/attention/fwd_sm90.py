@@ -104,8 +104,6 @@ class FwdSm90(Variant):
         read from registers.
     split : bool
         Whether this build is for a part of the keys each (`splits_of_keys`).
-    lengths : bool
-        Whether this build is for batch entries with numbers of keys of their own.
     pages : bool
         Whether this build is for keys in pages; then `lengths` holds, too.
     """
@@ -114,7 +112,6 @@ class FwdSm90(Variant):
     exclusive: bool
     q_registers: bool
     split: bool = False
-    lengths: bool = False
     pages: bool = False
 
     def for_keys(self, lengths: bool, split: bool, pages: bool = False) -> FwdSm90:
@@ -128,10 +125,9 @@ class FwdSm90(Variant):
         )
 
     @property
-    def name(self) -> str:
-        """Unique, for people and for file names."""
-        keys = "-pages" if self.pages else "-lengths" * self.lengths
-        return super().name + keys + "-split" * self.split
+    def of_keys(self) -> str:
+        """What the name says of where keys are, and of their parts."""
+        return ("-pages" if self.pages else super().of_keys) + "-split" * self.split
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -181,7 +177,6 @@ class FwdSm90(Variant):
             ("FA_Q_IN_REGISTERS", int(self.q_registers)),
             ("FA_SM90_PARAMS_BYTES", SM90_PARAMS[self.dropout].itemsize),
             *((("FA_SPLIT", 1),) if self.split else ()),
-            *((("FA_LENGTHS", 1),) if self.lengths else ()),
             *((("FA_PAGES", 1),) if self.pages else ()),
         )
 

@@ -59,7 +59,7 @@ class ProductVariant(Variant):
             ("FA_BLOCKS", self.blocks),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", params.itemsize),
-            *self.packed_defines,
+            *self.key_defines,
         )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa_cupy.core.attention_problem import Problem
+from fa_cupy.gpu.kernels.attention.full_precision import key_lengths
+from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import BAND_BYTES
 from fa_cupy.gpu.kernels.variant import Variant
 
 DTYPE = "float32"
@@ -30,7 +33,8 @@ class FwdFp32(Variant):
         """Dynamic shared memory: tiles of Q, K and V in pairs, their exponents, the work."""
         tiles = 4 * self.dim * (self.tile_m + 2 * self.tile_n)
         listed = _LISTED_BYTES + 8 * self.threads if self.sparse else 0  # with words of a block
-        return tiles + 4 * (self.tile_m + 2 * self.tile_n) + _WORK_BYTES + listed
+        work = _WORK_BYTES + (BAND_BYTES if self.lengths else 0)
+        return tiles + 4 * (self.tile_m + 2 * self.tile_n) + work + listed
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -42,6 +46,11 @@ class FwdFp32(Variant):
             # Operands of scores take registers that two large blocks do not have.
             ("FA_BLOCKS", 1 if self.score and self.warps == 8 else self.blocks),
         )
+
+    def for_lengths(self, lengths: bool) -> FwdFp32:
+        """Return the build of this row for lengths, or for none; at 96 and 128 it spills some."""
+        build = super().for_lengths(lengths)
+        return dataclasses.replace(build, hot_targets=()) if lengths else build
 
     @property
     def rank(self) -> tuple[int, ...]:
@@ -81,4 +90,4 @@ def supports(problem: Problem) -> bool:
     It reads keys at equal distances. What may be as coarse as TF32 it computes in float32: that
     takes a third of the time of products of cuBLAS in TF32.
     """
-    return problem.k_lengths is None and problem.pages is None
+    return key_lengths.supports(problem)

@@ -17,6 +17,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     mask_addresses,
 )
 from fa_cupy.gpu.kernels.attention.full_precision import split_kv
+from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import BAND_BYTES
 from fa_cupy.gpu.plan import Step
 
 DTYPE = "float32"
@@ -51,7 +52,7 @@ class FwdFp32Sm90(split_kv.OfSplitTiles):
         """The kernel that splits K and V for it."""
         wanted = self.tile_n, self.dim, self.parts
         rows = (row for row in split_kv.VARIANTS if (row.tile_n, row.dim, row.parts) == wanted)
-        return next(rows)
+        return next(rows).for_lengths(self.lengths)
 
     @property
     def shared_bytes(self) -> int:
@@ -59,7 +60,8 @@ class FwdFp32Sm90(split_kv.OfSplitTiles):
         tiles = self.stages + self.v_stages
         pairs = 2 * self.parts * self.dim * self.tile_m + tiles * self.tile_bytes
         rest = 4 * (self.tile_m + self.stages) + 4  # a number for each tile of K, and a gap
-        return _round_up(pairs + rest // 8 * 8 + 16 * tiles + _WORK_BYTES)
+        work = _WORK_BYTES + (BAND_BYTES if self.lengths else 0)
+        return _round_up(pairs + rest // 8 * 8 + 16 * tiles + work)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

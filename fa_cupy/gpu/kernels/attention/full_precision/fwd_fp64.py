@@ -14,6 +14,8 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     make_params,
     mask_addresses,
 )
+from fa_cupy.gpu.kernels.attention.full_precision import key_lengths
+from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import BAND_BYTES
 from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import DTYPE, ProductsFp64
 from fa_cupy.gpu.plan import Step
 from fa_cupy.tiled.softcap import transform
@@ -45,7 +47,8 @@ class FwdFp64(ProductsFp64):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: a tile each of Q, K and V, and the block's work."""
-        return 8 * self.dim * (self.tile_m + 2 * self.tile_n) + _WORK_BYTES
+        work = _WORK_BYTES + (BAND_BYTES if self.lengths else 0)
+        return 8 * self.dim * (self.tile_m + 2 * self.tile_n) + work
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -95,8 +98,8 @@ VARIANTS: tuple[FwdFp64, ...] = tuple(_rows())
 
 def supports(problem: Problem) -> bool:
     """Whether the kernel may solve a problem of float64 of dims that it has."""
-    of_keys = problem.k_lengths or problem.pages
-    return of_keys is None and problem.q_len > FEW_QUERIES
+    many = problem.q_len > FEW_QUERIES or problem.k_lengths is not None
+    return many and key_lengths.supports(problem)
 
 
 def steps(traits: Traits, variant: FwdFp64) -> list[Step]:

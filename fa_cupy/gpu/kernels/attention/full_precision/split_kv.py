@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_BATCH_AXES, Traits
+from fa_cupy.gpu.kernels.attention.full_precision import key_lengths
+from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import KEY_LENGTHS
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Step
 
@@ -20,7 +22,9 @@ SPLIT_ARRAY = np.dtype(
 )
 #: ``struct SplitKvParams`` there.
 SPLIT_KV_PARAMS = np.dtype(
-    [("array", SPLIT_ARRAY, (2,))] + [(name, np.int32) for name in ("rows", "tiles", "aligned")],
+    [("array", SPLIT_ARRAY, (2,))]
+    + [(name, np.int32) for name in ("rows", "tiles", "aligned")]
+    + [("k_lengths", KEY_LENGTHS)],
     align=True,
 )
 #: The parts of a workspace that the kernel writes: the tiles of K and those of V.
@@ -107,6 +111,16 @@ def entry_steps(traits: Traits, name: str) -> tuple[list[int], list[int]]:
     return sizes, steps
 
 
+def _differ_by_length(traits: Traits) -> bool:
+    """Whether entries with lengths of their own have keys and values of their own.
+
+    Others are split to the end. What is behind one entry's may then be NaN, and rows computed
+    again.
+    """
+    walked = zip(*(traits.strides[name] for name in (*_ARRAYS, key_lengths.ARRAY)), strict=True)
+    return all(k and v for k, v, of_lengths in walked if of_lengths)
+
+
 def step(traits: Traits, variant: SplitKv) -> tuple[Step, dict[str, int]]:
     """Return the launch, and the bytes of the parts of the workspace that it writes.
 
@@ -134,4 +148,7 @@ def step(traits: Traits, variant: SplitKv) -> tuple[Step, dict[str, int]]:
         sizes[output] = blocks * variant.tile_bytes
         addresses |= {f"array.{number}.from": name, f"array.{number}.to": output}
         grid += blocks
+    if variant.lengths and _differ_by_length(traits):
+        params["k_lengths"] = key_lengths.filled(problem, traits.strides[key_lengths.ARRAY])
+        addresses["k_lengths.start"] = key_lengths.ARRAY
     return Step(variant, grid, params, addresses, aligned=traits.aligned(_ARRAYS)), sizes

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import (
     BWD_ROWS_FIELDS,
-    WORK_BYTES,
     BackwardRows,
 )
-from fa_cupy.gpu.kernels.backward import Launches, Traits, padded_rows
+from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, padded_rows
 from fa_cupy.gpu.plan import Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPE = "float32"
 _PAIRS = ("q_pairs", "dout_pairs", "k_pairs", "v_pairs")
@@ -44,12 +47,15 @@ class BackwardFp32(BackwardRows):
         Products of eight of them that are under way together.
     blocks_at_once : int
         Blocks that should fit on a multiprocessor.
+    row_groups : int
+        Warpgroups that share rows, each of which has some of the products and sums.
     """
 
     warp_rows: int = 16
     part: int = 32
     at_once: int = 4
     blocks_at_once: int = 1
+    row_groups: int = 1
 
     @property
     def struct(self) -> np.dtype[Any]:
@@ -64,7 +70,7 @@ class BackwardFp32(BackwardRows):
             own, other = other, own
         tiles = _PAIR_BYTES * self.dim * 2 * (self.own_rows + self.stages * self.other_rows)
         rows = 4 * (own * self.own_rows + other * self.stages * self.other_rows)
-        return tiles + rows + 8 * self.warps + WORK_BYTES
+        return tiles + rows + 8 * self.warps + self.work_bytes
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -75,8 +81,17 @@ class BackwardFp32(BackwardRows):
             ("FA_PART", self.part),
             ("FA_AT_ONCE", self.at_once),
             ("FA_BLOCKS", self.blocks_at_once),
+            ("FA_ROW_GROUPS", self.row_groups),
             ("FA_BWD_FP32_BYTES", BWD_FP32_PARAMS.itemsize),
         )
+
+    def for_lengths(self, lengths: bool) -> Self:
+        """Return the build of this row for lengths, or for none.
+
+        It may spill some registers. On Hopper only dims up to 32 get it.
+        """
+        build = super().for_lengths(lengths)
+        return dataclasses.replace(build, hot_targets=()) if lengths else build
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch, which reads or writes rows in pairs and what is known of them."""
@@ -102,8 +117,17 @@ class BackwardFp32Sm90(BackwardFp32):
         """The only target that has wgmma."""
         return ("sm_90a",)
 
+    def for_lengths(self, lengths: bool) -> Self:
+        """Return the build of this row for lengths, or for none: it spills no more than others."""
+        return BackwardVariant.for_lengths(self, lengths)
+
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: as for `BackwardFp32`, and barriers."""
+        """Dynamic shared memory: as for `BackwardFp32`, barriers, and what warpgroups exchange."""
         rest = -(-super().shared_bytes // 8) * 8 + 8 * (1 + 4 * self.stages)
-        return -(-rest // _ATOM_BYTES) * _ATOM_BYTES
+        handed = 0
+        if self.row_groups > 1:
+            handed = 4 * self.own_rows * self.other_rows * self.stages * (1 if self.own_keys else 2)
+            if not self.own_keys:  # high parts of its rows are in registers
+                rest -= _PAIR_BYTES * self.dim * self.own_rows
+        return -(-rest // _ATOM_BYTES) * _ATOM_BYTES + handed

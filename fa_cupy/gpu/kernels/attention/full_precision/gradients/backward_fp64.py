@@ -9,7 +9,6 @@ import numpy as np
 
 from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import (
     BWD_ROWS_FIELDS,
-    WORK_BYTES,
     BackwardRows,
 )
 from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import ProductsFp64
@@ -50,7 +49,7 @@ class BackwardFp64(ProductsFp64, BackwardRows):
         tiles = 8 * self.dim * 2 * (self.own_rows + self.stages * self.other_rows)
         handed_over = self.hand_over * 8 * _ROWS_OF_PAIR * self.other_rows
         rows = _ROW_BYTES * self.tile_m * (self.stages if self.own_keys else 1)
-        work = -(-WORK_BYTES // 16) * 16
+        work = -(-self.work_bytes // 16) * 16
         return tiles + self.warps // 2 * handed_over + rows + work
 
     @property

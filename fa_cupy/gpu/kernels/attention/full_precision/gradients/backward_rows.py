@@ -9,6 +9,8 @@ import numpy as np
 
 from fa_cupy.core.attention_problem import FLOAT_DTYPES
 from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.attention.full_precision import key_lengths
+from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import BAND_BYTES
 from fa_cupy.gpu.kernels.backward import ARRAY, BackwardVariant, Launches, Traits
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE
 from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
@@ -27,7 +29,7 @@ BWD_ROWS_FIELDS: list[Any] = (
     + [("size", np.int32, (MAP_AXES,))]
     + [(name, np.int32) for name in ("group", "entry_rows", "aligned")]
 )
-WORK_BYTES = 28  # WorkTile
+_WORK_BYTES = 28  # WorkTile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class BackwardRows(BackwardVariant):
     """
 
     own_keys: bool
+
+    @property
+    def work_bytes(self) -> int:
+        """Of a ``WorkTile`` in shared memory."""
+        return _WORK_BYTES + (BAND_BYTES if self.lengths else 0)
 
     @property
     def own_rows(self) -> int:
@@ -114,4 +121,8 @@ class BackwardRows(BackwardVariant):
             params["common"]["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
             addresses["common.sinks"] = "sinks"
         aligned = _ARRAYS if all(step % 16 == 0 for step in steps) else ()
-        return Step(self, blocks, filled, addresses, aligned=aligned)
+        step = Step(self, blocks, filled, addresses, aligned=aligned)
+        if not self.lengths:
+            return step
+        lengths = key_lengths.filled(problem, traits.steps[key_lengths.ARRAY])
+        return key_lengths.with_lengths([step], lengths, "common.")[0]

@@ -65,5 +65,5 @@ def _rows(swizzled: bool, *dims: int) -> tuple[BwdPreprocessFp32, ...]:
 
 
 #: The rows whose pairs kernels of mma.sync read, and those of ``wgmma``.
-DENSE, SWIZZLED = _rows(False, 32, 64, 96, 128), _rows(True, 64, 128)
+DENSE, SWIZZLED = _rows(False, 32, 64, 96, 128), _rows(True, 64, 128, 256)
 VARIANTS = (*DENSE, *SWIZZLED)

@@ -62,9 +62,11 @@ def kernels_of(wanted: Wanted, target: str | None) -> tuple[Rows, tuple[Rows, ..
     first : sequence of BackwardVariant
         Rows of the kernel that is launched first, in float32 alone: one serves the call.
     kernels : tuple of sequence of BackwardVariant
-        The same of each kernel that follows.
+        Rows of each further kernel, in the order of launches; empty where no kernel serves it.
     """
     first = bwd_preprocess_fp32.DENSE  # whose dtype is none that a call in float64 wants
+    if wanted.lengths and (wanted.masked or wanted.dbias):
+        return first, ((),)
     if wanted.dbias:
         return first, (*_MAIN[wanted.dtype], _DBIAS[wanted.dtype])
     if target == "sm_90a" and _is_for_wgmma(wanted):
