@@ -260,15 +260,6 @@ FA_DEVICE void accumulate_gradient(Sums& sums, const Weights& weights, uint32 we
 }
 
 // ---------------------------------------------------------------------------------------- epilogue
-// What dropout multiplies the weights by that it keeps.
-FA_DEVICE float kept_factor(const AttentionParams& p) {
-#if FA_DROPOUT
-  return p.dropout.factor;
-#else
-  return 1.0f;
-#endif
-}
-
 FA_DEVICE void store_gradient(const BackwardParams& params, const WorkTile& work, uint32 tile,
                               const Array& array, int rows, int cols) {
   constexpr int kOwnRows = kTileN / kWarps;

@@ -76,6 +76,15 @@ struct AttentionParams {
 static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,
               "fa_cupy/gpu/kernels/attention/attention_params.py holds the same struct");
 
+// What dropout multiplies the weights by that it keeps.
+FA_DEVICE float kept_factor(const AttentionParams& p) {
+#if FA_DROPOUT
+  return p.dropout.factor;
+#else
+  return 1.0f;
+#endif
+}
+
 enum FloatKind : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
 // Element offsets of one batch entry in each array.

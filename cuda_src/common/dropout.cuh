@@ -58,17 +58,18 @@ FA_DEVICE void philox(uint32 (&c)[4], const uint32 (&key)[2]) {
 
 FA_DEVICE uint32 rotated_left(uint32 x, int bits) { return x << bits | x >> (32 - bits); }
 
-// Decisions on the keys of one group or of two neighbouring ones that lane t of a quad has, in bits
-// 0 to 15 and 16 to 31 as a mask's word: 1 where a pair is kept.
-template <int kGroups>
+// Decisions on the keys of one group that lane t of a quad has, in bits 0 to 15: 1 where a pair is
+// kept.  In bits 16 to 31 those of the group after it, as in a mask's word, or of the row after it.
+template <int kGroups, int kRows = 1>
 FA_DEVICE uint32 kept_bits(const DropoutParams& p, const DropoutEntry& entry, int row, int group,
                            int t) {
-  static_assert(kGroups == 1 || kGroups == 2, "half of a word, or all of it");
-  uint32 x[kGroups][4], kept = 0;
+  constexpr int kHalves = kGroups * kRows;
+  static_assert(kHalves == 1 || kHalves == 2, "half of a word, or all of it");
+  uint32 x[kHalves][4], kept = 0;
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    x[i][0] = 4 * (group + i) + t;
-    x[i][1] = row;
+  for (int i = 0; i < kHalves; ++i) {
+    x[i][0] = 4 * (group + (kGroups > 1 ? i : 0)) + t;
+    x[i][1] = row + (kRows > 1 ? i : 0);
     x[i][2] = entry.h;
     x[i][3] = entry.b;
     philox(x[i], entry.key);
@@ -78,7 +79,7 @@ FA_DEVICE uint32 kept_bits(const DropoutParams& p, const DropoutEntry& entry, in
   }
 #pragma unroll
   for (int plane = 0; plane < kDropoutPlanes; ++plane) {
-    const uint32 first = x[0][plane / 2], second = kGroups > 1 ? x[kGroups - 1][plane / 2] : 0;
+    const uint32 first = x[0][plane / 2], second = kHalves > 1 ? x[kHalves - 1][plane / 2] : 0;
     const uint32 bits =
         plane % 2 ? first >> 16 | (second & 0xFFFF0000u) : (first & 0xFFFFu) | second << 16;
     // Below the threshold by this bit, or equal in it and below by the lower ones: a majority.

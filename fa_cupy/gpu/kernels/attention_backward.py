@@ -94,10 +94,11 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         )
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
         builds = (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
-        return (row.for_lengths(wanted.lengths) for row in builds)
+        builds = (row.for_lengths(wanted.lengths) for row in builds)
+        return (row.for_dropout(True) for row in builds) if wanted.dropout else builds
 
-    if wanted.dropout:
-        return _with_dropout(wanted, target)
+    if wanted.dropout and (wanted.dtype not in DTYPE_NAMES or wanted.packed):
+        return ()
     if wanted.dtype in ("float32", "float64"):
         # Other calls do without these modules, whose import takes some milliseconds.
         from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
@@ -111,7 +112,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
             main = [row, bwd_convert_dq.row_after(row)]
-        if not main:
+        if not main and not wanted.dropout:
             main += pick(bwd_dkdv_sm90.VARIANTS, wanted.masked)
             main += pick(bwd_dq_sm90.VARIANTS, wanted.masked)
     if wanted.strided and not main:
@@ -124,17 +125,10 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         return found
     last: list[BackwardVariant] = []
     of_pairs = wanted.score is not None and wanted.score.bias_axes == "pair"
-    if wanted.mapped and wanted.dbias_fills and of_pairs:  # one may broadcast where it is read only
+    fills = wanted.mapped and wanted.dbias_fills and not wanted.dropout
+    if fills and of_pairs:  # one may broadcast where it is read only
         last += pick(bwd_dbias_sm90.VARIANTS, wanted.masked)
     return *found, *(last or pick(bwd_dbias_sm80.VARIANTS, wanted.masked))
-
-
-def _with_dropout(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
-    """Return the kernels of a call with dropout: builds of those for SM80."""
-    plain = select(wanted._replace(dropout=False, mapped=False), target)
-    if not wanted.strided or wanted.dtype not in DTYPE_NAMES or wanted.packed or wanted.lengths:
-        return ()
-    return (*plain[:1], *[row.for_dropout(True) for row in plain[1:]])
 
 
 def make_plan(

@@ -73,10 +73,10 @@ BACKWARD_PARAMS = np.dtype(BACKWARD_FIELDS, align=True)
 
 
 def with_dropout(params: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the struct of builds with dropout, given that of others: `common` is its first."""
-    _, *more = params.names or ()
-    fields: list[Any] = [("common", PARAMS_WITH_DROPOUT), *[(name, params[name]) for name in more]]
-    return np.dtype(fields, align=True)
+    """Return the struct of builds with dropout, given that of others."""
+    of_common = {"common": PARAMS_WITH_DROPOUT}
+    fields: list[Any] = [(name, of_common.get(name, params[name])) for name in params.names or ()]
+    return padded(fields, 64 if fields[0][0] == "q_map" else params.alignment)
 
 
 # The arrays that have a tensor map, in the order of the struct, and those that are read.
@@ -206,7 +206,7 @@ class BackwardSm90(BackwardVariant):
             ("FA_TILE_N", self.tile_n),
             ("FA_STAGES", self.stages),
             ("FA_SPARSE", int(self.sparse)),
-            ("FA_SM90_PARAMS_BYTES", BWD_SM90_PARAMS.itemsize),
+            ("FA_SM90_PARAMS_BYTES", self.sized(BWD_SM90_PARAMS)),
         )
 
     @property
@@ -249,8 +249,8 @@ class BackwardSm90(BackwardVariant):
         dtype : numpy.dtype
             Of a struct that begins as `BWD_SM90_PARAMS`.
         """
-        problem, params = traits.problem, np.zeros(1, dtype)
-        params["common"] = traits.common("q", "dq", problem.v_dim, self.tile_m)
+        problem = traits.problem
+        params, seed = struct_of(traits, dtype, self.tile_m)
         params["size"] = traits.size
         for name in _READ:
             params[f"{name}_step"] = [step != 0 for step in traits.steps[name]]
@@ -264,7 +264,7 @@ class BackwardSm90(BackwardVariant):
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
         addresses = {name: name for name in ("lse_delta", "tile_counters", "nonfinite_flags")}
         addresses |= traits.mask(params, by_key)
-        addresses |= traits.operands
+        addresses |= traits.operands | seed
         maps: dict[str, Any] = {
             f"{name}_map": (name, traits.geometry(name, boxes.get(name, BOX))) for name in _MAPPED
         }
@@ -565,6 +565,32 @@ class Launches:
         return min(self.multiprocessors, blocks)
 
 
+def struct_of(
+    traits: Traits, dtype: np.dtype[Any], tile_m: int
+) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
+    """Return a struct with what all kernels are told, and what that points to besides arrays.
+
+    Parameters
+    ----------
+    traits : Traits
+    dtype : numpy.dtype
+        Of the struct in builds without dropout.
+    tile_m : int
+        Of the kernel.
+    """
+    problem, dropout = traits.problem, traits.problem.dropout
+    common = traits.common("q", "dq", problem.v_dim, tile_m)
+    if dropout is None:
+        params = np.zeros(1, dtype)
+        params["common"] = common
+        return params, {}
+    params = np.zeros(1, with_dropout(dtype))
+    for name in common.dtype.names or ():
+        params["common"][name] = common[name]
+    attention_params.fill_dropout(params["common"]["dropout"][0], problem, dropout)
+    return params, {f"common.{dropout.field}": "seed"}
+
+
 def strided_params(
     traits: Traits, launches: Launches, tile_m: int, by_key: bool,
     dtype: np.dtype[Any] = BACKWARD_PARAMS,
@@ -582,11 +608,8 @@ def strided_params(
     dtype : numpy.dtype
         Of the struct.
     """
-    problem, dropout = traits.problem, traits.problem.dropout
-    params = np.zeros(1, dtype if dropout is None else with_dropout(dtype))
-    common = traits.common("q", "dq", problem.v_dim, tile_m)
-    for name in common.dtype.names or ():
-        params["common"][name] = common[name]
+    problem = traits.problem
+    params, seed = struct_of(traits, dtype, tile_m)
     for name in _ARRAYS:
         array = params[name]
         array["row"] = traits.views[name].strides[-2] // problem.dtype.itemsize
@@ -596,8 +619,5 @@ def strided_params(
     addresses = {name: name for name in ("lse_delta", "nonfinite_flags")}
     addresses |= {f"{name}.start": name for name in _ARRAYS}
     addresses |= traits.mask(params, by_key)
-    addresses |= traits.operands
-    if dropout is not None:
-        attention_params.fill_dropout(params["common"]["dropout"][0], problem, dropout)
-        addresses[f"common.{dropout.field}"] = "seed"
+    addresses |= traits.operands | seed
     return params, addresses
