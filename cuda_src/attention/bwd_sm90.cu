@@ -252,27 +252,35 @@ FA_DEVICE void make_kept_words(Consumer c, const QueryTile& tile, int countdown)
   const int query = (kSparse ? c.shared.tile_info[q_stage].tile : band_tile(c, countdown)) * kTileM;
   const int pair = place % kMmaM * 4 + place / kMmaM % 4;
   const uint32 word =
-      kept_bits<1, 2>(c.params.common.dropout, c.shared.dropout_entry[q_stage], query + 2 * pair,
+      kept_bits<1, 1>(c.params.common.dropout, c.shared.dropout_entry[q_stage], query + 2 * pair,
                       (c.work.tile * kTileN + 64 * c.group) / kDropoutGroup, place / (4 * kMmaM));
   bar_sync(1 + c.group, 128);  // all have read the words of the tile before
   c.shared.kept[c.group][place] = word;
 #endif
 }
 
-// The words of this thread's queries, shifted so that its first key is bit 0 of each half: bit 2 is
-// its other key.
-FA_DEVICE void read_kept_words(uint32 (&words)[kMmaM], Consumer c) {
+// The decisions on this thread's pairs, of two keys and kTileM / 4 queries: that on element e of
+// score j is bit 4 j + e.
+FA_DEVICE uint32 read_kept_words(Consumer c) {
 #if FA_DROPOUT
+  static_assert(kMmaM == 8, "a word has a thread's pairs");
   const int lane = lane_in_warp();
   const uint32 from = cvta_to_shared(&c.shared.kept[c.group][(lane / 8 * 4 + lane % 4) * kMmaM]);
+  // Of a word this thread's first key is bit first_bit of each half, and its other one two further.
   const int first_bit = warp_row() / 4 + lane / 4 % 2;
+  uint32 bits[2] = {0, 0};
 #pragma unroll
-  for (int j = 0; j < kMmaM; j += 4) {
-    uint32(&four)[4] = reinterpret_cast<uint32(&)[4]>(words[j]);
-    ld_shared_v4_b32(four, from + 4 * j);
+  for (int j = 0; j < 2; ++j) {
+    uint32 four[4];
+    ld_shared_v4_b32(four, from + 16 * j);
 #pragma unroll
-    for (uint32& word : four) word >>= first_bit;
+    for (int i = 0; i < 4; ++i) bits[j] |= (four[i] >> first_bit & 0x50005u) << 4 * i;
   }
+  const uint32 even = (bits[0] & 0xFFFFu) | bits[1] << 16,
+               odd = bits[0] >> 16 | (bits[1] & 0xFFFF0000u);
+  return even | odd << 1;
+#else
+  return 0;
 #endif
 }
 
@@ -399,26 +407,31 @@ FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetc
   }
 }
 
-// The same with dropout: dP^T is that of weights that are kept, and scaled; others have none.  And
-// P^T loses what is dropped, in its registers or in 16 bits.
+// dS^T of a tile with dropout, divided by the factor of what is kept: of weights that are kept it is
+// P^T o (dP^T - delta / factor), of others -P^T o delta / factor.  P^T loses the latter, in its
+// registers or in 16 bits.  What is not finite in dP^T of a dropped pair makes NaN, whose rows are
+// computed again.
 FA_DEVICE void compute_ds_with_dropout(Scores& dp, Scores& p, Rounded& pairs, Consumer c,
                                        const Prefetched& prefetched, const float* delta) {
-  const float factor = kept_factor(c.params.common);
-  uint32 words[kMmaM];
-  read_kept_words(words, c);
+  const float inverse = inverse_kept_factor(c.params.common);
+  const uint32 kept = read_kept_words(c);
 #pragma unroll
   for (int j = 0; j < kMmaM; ++j) {
     const float2 row = row_pair(prefetched, delta, j);
+    const float negated[2] = {row.x * -inverse, row.y * -inverse};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const bool is_kept = (words[j] >> (e / 2 * 2 + e % 2 * 16) & 1) != 0;
       const float weight = p[j][e];
-      dp[j][e] = weight * ((is_kept ? dp[j][e] * factor : 0.0f) - (e % 2 ? row.y : row.x));
-      if constexpr (!kHasSlope) p[j][e] = is_kept ? weight : 0.0f;
+      const float of_kept = (kept >> (4 * j + e) & 1) != 0 ? weight : 0.0f;
+      dp[j][e] = fmaf(of_kept, dp[j][e], weight * negated[e % 2]);
+      if constexpr (!kHasSlope) p[j][e] = of_kept;
     }
     if constexpr (kHasSlope) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) pairs[j][h] &= (words[j] >> 2 * h & 0x10001u) * 0xFFFFu;
+      for (int h = 0; h < 2; ++h) {
+        const uint32 two = kept >> (4 * j + 2 * h) & 3;
+        pairs[j][h] &= (two % 2 | two / 2 << 16) * 0xFFFFu;
+      }
     }
   }
 }
@@ -576,7 +589,9 @@ FA_DEVICE void write_dkdv(const KvSums& sums, Consumer c, const uint32& tiles, i
 FA_DEVICE void epilogue(const KvSums& dv, const KvSums& dk, Consumer c, const uint32& tiles) {
   NonfiniteProbe nonfinite_probe;
   write_dkdv(dv, c, tiles, 0, kept_factor(c.params.common), c.work.has_no_query, nonfinite_probe);
-  write_dkdv(dk, c, tiles, 1, c.params.common.scale, c.work.has_no_query, nonfinite_probe);
+  // dS is divided by the factor with dropout.
+  const float scale = c.params.common.scale * kept_factor(c.params.common);
+  write_dkdv(dk, c, tiles, 1, scale, c.work.has_no_query, nonfinite_probe);
   if (nonfinite_probe.found())
     flag_nonfinite_keys_64(c.params, c.work, c.work.tile * kTileN + 64 * c.group);
 }

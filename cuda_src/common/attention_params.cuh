@@ -84,6 +84,13 @@ FA_DEVICE float kept_factor(const AttentionParams& p) {
   return 1.0f;
 #endif
 }
+FA_DEVICE float inverse_kept_factor(const AttentionParams& p) {
+#if FA_DROPOUT
+  return p.dropout.inverse_factor;
+#else
+  return 1.0f;
+#endif
+}
 
 enum FloatKind : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 

@@ -23,7 +23,8 @@ struct DropoutParams {
   uint32 threshold[kDropoutPlanes];  // its upper 8 bits, from the lowest on: all ones, or 0
   uint32 lower_threshold;            // its lower 32 bits
   float factor;                      // of what is kept
-  int heads;                         // entry = b * heads + h
+  float inverse_factor;
+  int heads;  // entry = b * heads + h
 };
 
 // What all counters of a batch entry have in common.
@@ -59,17 +60,17 @@ FA_DEVICE void philox(uint32 (&c)[4], const uint32 (&key)[2]) {
 FA_DEVICE uint32 rotated_left(uint32 x, int bits) { return x << bits | x >> (32 - bits); }
 
 // Decisions on the keys of one group that lane t of a quad has, in bits 0 to 15: 1 where a pair is
-// kept.  In bits 16 to 31 those of the group after it, as in a mask's word, or of the row after it.
-template <int kGroups, int kRows = 1>
+// kept.  In bits 16 to 31 those of the group after it, as in a mask's word, or of another row.
+template <int kGroups, int kRowStep = 0>
 FA_DEVICE uint32 kept_bits(const DropoutParams& p, const DropoutEntry& entry, int row, int group,
                            int t) {
-  constexpr int kHalves = kGroups * kRows;
+  constexpr int kHalves = kRowStep > 0 ? 2 * kGroups : kGroups;
   static_assert(kHalves == 1 || kHalves == 2, "half of a word, or all of it");
   uint32 x[kHalves][4], kept = 0;
 #pragma unroll
   for (int i = 0; i < kHalves; ++i) {
-    x[i][0] = 4 * (group + (kGroups > 1 ? i : 0)) + t;
-    x[i][1] = row + (kRows > 1 ? i : 0);
+    x[i][0] = 4 * (kGroups > 1 ? group + i : group) + t;
+    x[i][1] = row + i * kRowStep;
     x[i][2] = entry.h;
     x[i][3] = entry.b;
     philox(x[i], entry.key);

@@ -88,7 +88,7 @@ def test_a_plan_serves_all_seeds(host, cupy, launcher):
             assert reference.relative_error(bare(x).astype(np.float64), y) < 1e-3
         made.append(known())
     assert made[0] == made[1]
-    main = ["bwd_dkdv_sm80", "bwd_dq_sm80"]
+    main = ["bwd_sm90", "bwd_convert_dq"]
     assert launcher.ran[-4:] == ["bwd_preprocess", *main, "bwd_nonfinite"]
 
 

@@ -17,20 +17,22 @@ pytestmark = pytest.mark.emulator
 
 DROPOUT = Dropout(0.3, 2**63 + 12345)
 CALLS = [
-    (dtype, dim, masked)
+    (dtype, dim, masked, target)
+    for target, dims in (("sm_80", (32, 64, 96, 128, 192, 256)), ("sm_90a", (64, 96, 128)))
     for dtype in DTYPES
-    for dim in (32, 64, 96, 128, 192, 256)
+    for dim in dims
     for masked in (False, True)
 ]
 
 
-def kernels(dtype, dim, masked=False):
-    return select(backward.Wanted(dtype, dim, masked, mapped=False, dropout=True), "sm_80")
+def kernels(dtype, dim, masked=False, target="sm_80"):
+    wanted = backward.Wanted(dtype, dim, masked, mapped=target == "sm_90a", dropout=True)
+    return select(wanted, target)
 
 
-def check(rows, dtype, dim, mask=None, bad=False, sources=None, heads=(4, 2), **options):
+def check(rows, dtype, dim, mask=None, bad=False, sources=None, order=0, **options):
     """Hold gradients against those of the definition."""
-    shapes = zip(heads[:1] + 2 * heads[1:] + heads[:1], (70, 200, 200, 70), strict=True)
+    shapes = (4, 70), (2, 200), (2, 200), (4, 70)
     q, k, v, dout = (draw(2, *x, dim, dtype=DTYPES[dtype], seed=i) for i, x in enumerate(shapes))
     if bad:  # which reaches what keeps these pairs
         v[0, 0, 7], dout[1, 1, 9] = np.nan, np.inf
@@ -38,7 +40,7 @@ def check(rows, dtype, dim, mask=None, bad=False, sources=None, heads=(4, 2), **
     out, lse = reference.attention(q, k, v, None, mask, **of_call)
     given = (dout, q, k, v, out.astype(DTYPES[dtype]), lse, None)
     found = attention_backward(
-        rows, *given, mask=mask, dropout=DROPOUT, sources=sources or {}, **options
+        rows, *given, mask=mask, dropout=DROPOUT, sources=sources or {}, seed=order, **options
     )
     want = reference.attention_backward(dout, q, k, v, None, mask, **of_call)
     for name, x, y in zip("qkv", found, want, strict=True):
@@ -48,11 +50,12 @@ def check(rows, dtype, dim, mask=None, bad=False, sources=None, heads=(4, 2), **
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "masked"), some(CALLS, lambda call: (call[1] > 128, call[2]))
+    ("dtype", "dim", "masked", "target"), some(CALLS, lambda call: (call[1] > 128, *call[2:]))
 )
-def test_every_call(dtype, dim, masked):
-    rows = kernels(dtype, dim, masked)
-    assert [row.dropout for row in rows] == [False, True, True, True]
+def test_every_call(dtype, dim, masked, target):
+    rows = kernels(dtype, dim, masked, target)
+    # One kernel rounds dQ on SM90, which is added up, and one multiplies it elsewhere.
+    assert [row.dropout for row in rows] == [False, True, target == "sm_80", True]
     mask = blocks_of(np.random.default_rng(0), 70, 200, density=0.5) if masked else None
     check(rows, dtype, dim, mask, **BANDS[1])
     check(rows, dtype, dim, mask, bad=True, softcap=0.0)
@@ -78,7 +81,7 @@ def test_gradient_of_a_bias(axes):
 
 
 def test_what_has_no_build_is_not_chosen():
-    for more in ({"packed": True}, {"strided": False}, {"dtype": "float32"}):
+    for more in ({"packed": True}, {"strided": False, "mapped": False}, {"dtype": "float32"}):
         wanted = {"dtype": "float16", "dim": 64, "dropout": True} | more
         assert select(backward.Wanted(**wanted), "sm_90a") == ()
 
@@ -91,6 +94,10 @@ PLANTED = {
                                  "work.entry * params.group);\n  make_kept")),
     "dP of queries": ("bwd_dq_sm80", ("constexpr (kDropout) drop_gradients",
                                       "(false) drop_gradients")),
+    "another pair of queries": ("bwd_sm90", ("query + 2 * pair,", "query + pair,")),
+    "another key": ("bwd_sm90", ("warp_row() / 4 + lane / 4 % 2;", "warp_row() / 4;")),
+    "a scale of dK": ("bwd_sm90", ("scale * kept_factor(c.params.common);", "scale;")),
+    "a weight of dV": ("bwd_sm90", ("p[j][e] = of_kept;", "p[j][e] = weight;")),
     "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
 }  # fmt: skip
 
@@ -99,6 +106,7 @@ PLANTED = {
 def test_a_planted_bug_is_found(tmp_path, name):
     stem, change = PLANTED[name]
     source = plant(tmp_path, f"attention/{stem}", change)
+    rows = kernels("float16", 64, target="sm_90a" if stem == "bwd_sm90" else "sm_80")
     with pytest.raises(AssertionError):
-        check(kernels("float16", 64), "float16", 64, bad=stem == "bwd_nonfinite",
+        check(rows, "float16", 64, bad=stem == "bwd_nonfinite",
               sources={f"attention_{stem}": source})  # fmt: skip

@@ -70,6 +70,7 @@ DROPOUT_PARAMS = np.dtype(
         ("threshold", np.uint32, (8,)),
         ("lower_threshold", np.uint32),
         ("factor", np.float32),
+        ("inverse_factor", np.float32),
         ("heads", np.int32),
     ],
     align=True,
@@ -319,7 +320,8 @@ def fill_dropout(p: Any, problem: Problem, dropout: Dropout) -> None:
     upper, lower = divmod(dropout.threshold, 1 << 32)
     p["threshold"] = [0xFFFFFFFF * (upper >> bit & 1) for bit in range(len(p["threshold"]))]
     p["lower_threshold"] = lower
-    p["factor"], p["heads"] = dropout.factor, math.prod(problem.out_shape[-3:-2])
+    p["factor"], p["inverse_factor"] = dropout.factor, 1 / dropout.factor
+    p["heads"] = math.prod(problem.out_shape[-3:-2])
 
 
 def mask_addresses(prefix: str = "", whole: bool = True) -> dict[str, str]:
