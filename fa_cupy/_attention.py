@@ -331,7 +331,7 @@ def scaled_dot_product_attention(
            [0.26, 0.26, 0.47]])
     """
     name = "scaled_dot_product_attention"
-    attention_problem.torch_options(name, attn_mask, 0.0, is_causal)
+    attention_problem.torch_options(name, attn_mask, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
     if is_sparse(attn_mask) and not is_mask:
         raise TypeError(

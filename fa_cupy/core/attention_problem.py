@@ -347,10 +347,8 @@ def named_parts(name: str, outs: Any, lses: Any) -> dict[str, Any]:
     return named
 
 
-def torch_options(name: str, attn_mask: Any, dropout_p: float, is_causal: Any) -> None:
-    """Raise for options of PyTorch's function that there are not, or not together."""
-    if dropout_p != 0.0:
-        raise ValueError(f"{name}: dropout_p is {dropout_p}, want 0.0 (no dropout here)")
+def torch_options(name: str, attn_mask: Any, is_causal: Any) -> None:
+    """Raise for options of PyTorch's function that there are not together."""
     if attn_mask is not None and checks.flag(name, "is_causal", is_causal):
         raise ValueError(f"{name}: is_causal is True and attn_mask is given, want one of them")
 

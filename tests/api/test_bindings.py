@@ -269,7 +269,7 @@ def test_dtypes(library, dtype):
         ("non_local_means", {"image": np.ones(5)}, ValueError, "image has shape (5,), want (H, W)"),
         ("non_local_means", {"image": None}, TypeError, "image is None, want an array"),
         ("scaled_dot_product_attention", {"key": np.ones((5, 2))}, ValueError, "key has head_dim"),
-        ("scaled_dot_product_attention", {"dropout_p": 0.5}, ValueError, "dropout_p is 0.5, want"),
+        ("scaled_dot_product_attention", {"dropout_p": 2}, ValueError, "dropout_p is 2 (int), wa"),
         ("scaled_dot_product_attention", {"value": None}, TypeError, "value is None, want an arr"),
         (
             "scaled_dot_product_attention",

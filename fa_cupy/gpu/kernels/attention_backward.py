@@ -58,6 +58,14 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dbias_sm80.VARIANTS,
     *bwd_dbias_sm90.VARIANTS,
 )
+#: Those that have builds with dropout.
+WITH_DROPOUT: tuple[BackwardVariant, ...] = (
+    *bwd_sm90.VARIANTS,
+    *bwd_nonfinite.VARIANTS,
+    *bwd_dkdv_sm80.VARIANTS,
+    *bwd_dq_sm80.VARIANTS,
+    *bwd_dbias_sm80.VARIANTS,
+)
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
 

@@ -320,7 +320,7 @@ def fill_dropout(p: Any, problem: Problem, dropout: Dropout) -> None:
     upper, lower = divmod(dropout.threshold, 1 << 32)
     p["threshold"] = [0xFFFFFFFF * (upper >> bit & 1) for bit in range(len(p["threshold"]))]
     p["lower_threshold"] = lower
-    p["factor"], p["inverse_factor"] = dropout.factor, 1 / dropout.factor
+    p["factor"], p["inverse_factor"] = dropout.factor, 1 - dropout.p
     p["heads"] = math.prod(problem.out_shape[-3:-2])
 
 
