@@ -546,10 +546,10 @@ def keep_promises(torch):
         return torch.tensor(draw(shape)[0]).transpose(-3, -2)
 
     q, k, v = turned(2, 5, 4, 3), turned(1, 6, 2, 3), turned(2, 6, 4, 2)
-    options = (None, None, None, False, None, None, None, 0.0, None, None)
+    options = (None, None, None, False, None, None, None, 0.0, None, None, 0.25)
     bias, sinks = torch.zeros(4, 1, 6), torch.zeros(4, 1).expand(4, 5)
     tests = ("test_schema", "test_faketensor")
-    places = [None] * 4
+    places = [*[None] * 4, torch.tensor([7])]  # the last one is a seed
     given = (q, k, v, bias, None, sinks, *places, [])
     out, lse = torch.ops.fa_cupy.attention(*given, *options)
     assert out.transpose(-3, -2).is_contiguous()
