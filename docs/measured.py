@@ -155,11 +155,19 @@ def floats():
 def split_products():
     """What products of float16 lose, and what they cost: errors are computed, speeds measured."""
     head, *rows = split_accuracy.rows()
-    # fwd_fp32_sm90 at head_dim 128, one H200, 4 sequences of 4,096 tokens: validation/NOTES.md.
-    speeds = {"1": "412 / 329", "3": "211 / 181"}
+    speeds = {"1": float_speeds("tf32"), "3": float_speeds("fp32")}
     return table(
         [*head, "TFLOP/s"], [[*row, speeds.get(row[0].partition(" ")[0], "-")] for row in rows]
     )
+
+
+def float_speeds(dtype):
+    """TFLOP/s of head_dim 128 on the H200, without and with causality; "-" for none."""
+    _, rows = results().get("h200", ({}, []))
+    own = [row for row in rows if (row["family"], row["impl"]) == (FLOATS[0], "fa_cupy")]
+    found = {row["case"]: row["value"] for row in own if "failed" not in row}
+    cases = [f"{dtype} hd128 {mask} 4096x4" for mask in ("full", "causal")]
+    return " / ".join(f"{found[case]:.0f}" for case in cases if case in found) or "-"
 
 
 def graphs():

@@ -151,14 +151,13 @@ def attention(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        For a `dropout` on a GPU that its kernels do not have.
-        While a stream is captured into a CUDA graph: for dims above 256, for up to 16 queries of
-        float64 without `k_lengths`, for a `score` together with a softcap or a bias and for
-        lengths, pages and offsets in the memory of the host (the capture can go on), and in
-        a capture mode other than "relaxed" for the first call with a `BitMask`, which takes
-        memory from the driver. For a sparse `bias` on a GPU: in a capture, for float64 and
-        for dims above 256. For a `score` with `i` or `j` and offsets on a GPU, where no
-        kernel serves the call.
+        While a stream is captured into a CUDA graph: for dims above 256, for a `score` together
+        with a softcap or a bias and for lengths, pages and offsets in the memory of the host (the
+        capture can go on), and in a capture mode other than "relaxed" for the first call with a
+        `BitMask`, which takes memory from the driver. For a sparse `bias` on a GPU: in a capture,
+        for float64 and for dims above 256. For a `score` with `i` or `j` and offsets on a GPU,
+        where no kernel serves the call. With `dropout` on a GPU: for float32 and float64, dims
+        above 256, lengths, pages, offsets and a sparse `bias`.
 
     See Also
     --------

@@ -58,12 +58,9 @@ def masked_problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict
 
 def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
     """Whether a row gets this call, where it is the only one that could; most take any."""
-    from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FEW_QUERIES, FwdFp64
     from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
     from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 
-    if isinstance(row, FwdFp64):
-        return shape["q_len"] > FEW_QUERIES
     if not isinstance(row, FwdSm90):
         return True
     odd = any(shape[dim] % DIM_STEP for dim in ("head_dim", "v_dim"))

@@ -510,9 +510,12 @@ ATTENTION_SCORES_BWD = (
 ATTENTION_DECODE = (
     *(Decode("bf16", 128, batch, keys) for batch in (1, 16) for keys in (8192, 32768, 131072)),
     Decode("bf16", 128, 128, 4096),
-    *(Decode("bf16", 64, *shape) for shape in ((1, 32768), (16, 8192), (128, 4096))),
+    *(Decode("bf16", 64, batch, keys) for batch in (1, 16) for keys in (8192, 32768, 131072)),
+    Decode("bf16", 128, 4, 8192),
+    Decode("bf16", 64, 128, 4096),
     Decode("bf16", 256, 16, 8192),
-    *(Decode("bf16", 128, 16, 8192, queries) for queries in (4, 16)),
+    *(Decode("bf16", 128, *shape, q) for shape in ((1, 32768), (16, 8192)) for q in (4, 16)),
+    Decode("bf16", 128, 1, 32768, page_size=64),
     *(
         Decode("bf16", 128, *shape, page_size=size)
         for shape in ((16, 8192), (16, 32768), (128, 4096))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,11 +148,51 @@ def torch_plain(case: Dense, arrays: Arrays) -> Call:
     return Call(differentiate, native, _wait(arrays))
 
 
+# ------------------------------------------------------------------------------------------- JAX
+def jax_plain(case: Dense, arrays: Arrays) -> Call:
+    """The formula in jax.numpy, compiled by jit, or what vjp makes of it; by the host's clock."""
+    jax, jnp = peers.jax_modules()
+    on_cpu = isinstance(arrays[0], np.ndarray)
+    xp = np if on_cpu else peers.module("cupy")
+    if not on_cpu and jax.default_backend() != "gpu":
+        raise UnavailableError("this jax has no CUDA")
+    jax.config.update("jax_enable_x64", case.dtype == "fp64")
+    level = jax.lax.Precision.HIGH if case.precision == "tf32" else jax.lax.Precision.HIGHEST
+    times = functools.partial(jnp.matmul, precision=level)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        scores = times(q * case.head_dim**-0.5, k.swapaxes(-1, -2))
+        if case.causal:
+            visible = jnp.tril(jnp.ones((case.length, case.length), bool))
+            scores = jnp.where(visible, scores, -jnp.inf)
+        return times(jax.nn.softmax(scores), v)
+
+    def convert(x: Any) -> Any:
+        return jax.device_put(x) if on_cpu else jax.dlpack.from_dlpack(xp.ascontiguousarray(x))
+
+    parts = [[*map(convert, part)] for part in _parts(case, arrays)]
+    compiled = jax.jit(attend)
+
+    def together(found: list[Any]) -> Any:
+        return xp.concatenate([np.asarray(x) if on_cpu else xp.from_dlpack(x) for x in found])
+
+    if not case.backward:
+        return Call(lambda: [compiled(*qkv) for qkv in parts], together, jax.block_until_ready)
+    pulls = [(jax.vjp(compiled, *qkv)[1], dout) for *qkv, dout in parts]
+    pulled = jax.jit(lambda pull, dout: pull(dout))
+
+    def native(grads: list[Any]) -> Any:
+        return tuple(together(of) for of in zip(*grads, strict=True))
+
+    return Call(lambda: [pulled(*pull) for pull in pulls], native, jax.block_until_ready)
+
+
 forward = {
     "fa_cupy": peers.fa_cupy,
     "fa_cupy_cublas": fa_cupy_cublas,
     "efficient": efficient,
     "torch_plain": torch_plain,
+    "jax_plain": jax_plain,
     "plain_cupy": plain_cupy,
 }
 backward = {
@@ -159,4 +200,5 @@ backward = {
     "fa_cupy_cublas": fa_cupy_cublas_backward,
     "efficient": efficient,
     "torch_plain": torch_plain,
+    "jax_plain": jax_plain,
 }

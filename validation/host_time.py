@@ -27,6 +27,7 @@ LIMITS_US = {
     "call": 11.0,
     "gradients": 25.0,
     "causal product": 12.0,
+    "decoding": 13.0,
     "first call, fresh cache": 2e6,
     "first call, warm cache": 1.5e5,
     "first gradients, fresh cache": 2.5e6,
@@ -83,8 +84,7 @@ def call_rows(bursts: int, calls: int) -> list[store.Row]:
         for name, run in runs.items():
             us = per_call(run, cupy.cuda.Device().synchronize, bursts, calls)
             rows.append(_row(f"call {dtype} hd128 with lse", name, us))
-    rows += _other_rows(bursts, calls)
-    return rows
+    return rows + _other_rows(bursts, calls) + _decoding_rows(bursts, calls)
 
 
 def _other_rows(bursts: int, calls: int) -> list[store.Row]:
@@ -109,12 +109,46 @@ def _other_rows(bursts: int, calls: int) -> list[store.Row]:
     return rows
 
 
+def _decoding_rows(bursts: int, calls: int) -> list[store.Row]:
+    """One query to keys whose numbers, and pages, the device has: each call may find others.
+
+    One entry of keys has two launches, or more entries one; pages are read by one launch.
+    """
+    import cupy
+
+    from fa_cupy import attention
+
+    heads, keys, page = 8, 4096, 64
+    rows = []
+    for entries, paged in ((1, False), (2, False), (2, True)):
+        shape = (entries, heads, keys, 128)
+        if paged:
+            shape = (entries * keys // page, heads, page, 128)
+        q, k = cupy.zeros((entries, 4 * heads, 1, 128), "f2"), cupy.zeros(shape, "f2")
+        places = {"k_lengths": cupy.full(entries, keys, "i4")}
+        if paged:
+            table = cupy.arange(entries * keys // page, dtype="i4")
+            places["page_table"] = table.reshape(entries, -1)
+
+        def run(q: Any = q, k: Any = k, places: Mapping[str, Any] = places) -> Any:
+            return attention(q, k, k, **places)
+
+        us = per_call(run, cupy.cuda.Device().synchronize, bursts, calls)
+        name = f"decoding fp16 hd128 B{entries}" + " paged64" * paged
+        rows.append(_row(name, "fa_cupy", us))
+    return rows
+
+
 def _child(code: str, environment: Mapping[str, str]) -> dict[str, float]:
-    """Run ``code`` in a new process; its last line is JSON."""
+    """Run ``code`` in a new process; its last line is JSON.
+
+    It may write bytecode, as pip does for what it installs, whatever holds for this process:
+    compiling the modules of a first call takes as long as all else does.
+    """
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment},
         cwd=root,
         capture_output=True,
         text=True,

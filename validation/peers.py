@@ -235,15 +235,20 @@ def torch_flash_window(case: Dense, qkv: Qkv) -> Call:
     return Call(run, from_torch)
 
 
+def jax_modules() -> tuple[Any, Any]:
+    """``jax`` and ``jax.numpy``, which leave the memory of the GPU to others."""
+    # without this JAX takes three quarters of it when it is imported
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return module("jax"), module("jax.numpy")
+
+
 def jax(case: Dense, qkv: Qkv) -> Call:
     """jax.nn.dot_product_attention through cuDNN, compiled; timed by the host's clock."""
     if case.dtype == "fp32":
         raise UnavailableError("16-bit floats only")
     if case.window:
         raise UnavailableError("no windows")
-    # without this JAX takes three quarters of the GPU's memory when it is imported
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    jax, jnp = module("jax"), module("jax.numpy")
+    jax, jnp = jax_modules()
     cp = module("cupy")
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[case.dtype]
 

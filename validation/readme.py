@@ -54,6 +54,7 @@ PEERS = {
     "torch": "PyTorch",
     "torch_chunk": "PyTorch",
     "torch_plain": "PyTorch",
+    "jax_plain": "JAX",
     "plain_cupy": "CuPy",
     "jax": "JAX",
     "numpy": "NumPy",

@@ -114,6 +114,7 @@ COLORS = {
     "jax": "#b8860b",
     "plain_cupy": "#6a51a3",
     "torch_plain": "#1b6ca8",
+    "jax_plain": "#b8860b",
     "fa_cupy_cublas": "#e07b39",
     "flash2_window": "#66c2a5",
     "torch": "#1b6ca8",

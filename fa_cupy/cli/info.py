@@ -21,7 +21,6 @@ from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32_sm90 import LEAST_ROWS
-from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FEW_QUERIES, FwdFp64
 from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import DTYPE, prefers_cublas
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import row_serving
@@ -196,7 +195,7 @@ def _attention(
         mapped=walkable, split=dtype == fwd_fp32.DTYPE and q_len >= LEAST_ROWS and k_len > 0
     )
     row = select(dtype, head_dim, v_dim, target, call)
-    if row is None or (isinstance(row, FwdFp64) and q_len <= FEW_QUERIES):
+    if row is None:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         return
     yield "CuPy", f"{target}: {row.name}"

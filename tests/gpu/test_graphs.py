@@ -475,17 +475,17 @@ CASES["linear_attention: out strided"] = linear_of("relu", out="strided")
 CASES["linear_attention: out dense"] = linear_of("relu", SINGLE, out="dense")
 
 
-def keyed_of(dtype=HALF, q_len=1, layout="dense", size=None, **options):
+def keyed_of(dtype=HALF, q_len=1, layout="dense", size=None, keys=640, **options):
     """With lengths, and pages if they have a size: other ones in every round."""
 
     def build(new):
         q = new(3, 8, q_len, 64, dtype=dtype)
-        shape = (3, 2, 640, 64) if size is None else (17, 2, size, 64)
+        shape = (3, 2, keys, 64) if size is None else (17, 2, size, 64)
         k, v = new(*shape, dtype=dtype, layout=layout), new(*shape, dtype=dtype)
-        keys = {"k_lengths": new.integers((3,), 0, 640)}
+        places = {"k_lengths": new.integers((3,), 0, keys)}
         if size is not None:
-            keys["page_table"] = new.integers((3, 640 // size), 0, 16, np.int64)
-        return lambda: fa_cupy.attention(q, k, v, return_lse=True, **keys, **options)
+            places["page_table"] = new.integers((3, keys // size), 0, 16, np.int64)
+        return lambda: fa_cupy.attention(q, k, v, return_lse=True, **places, **options)
 
     return build
 
@@ -500,6 +500,10 @@ CASES["attention with lengths, one query of float64"] = keyed_of(DOUBLE)
 CASES["attention with pages, float32"] = keyed_of(SINGLE, 70, size=16)
 CASES["attention with pages"] = keyed_of(size=64)
 CASES["attention with pages, many queries"] = keyed_of(q_len=70, size=16)
+for _keys, _size in ((8192, None), (8192, 64), (65536, None)):  # by fwd_sm90, fwd_splitkv and it
+    for _q_len in (1, 4):
+        _name = f"attention of {_q_len} queries with lengths to {_keys} keys, pages of {_size}"
+        CASES[_name] = keyed_of(BFLOAT16, _q_len, size=_size, keys=_keys)
 
 
 @case("KVCache")
@@ -652,15 +656,15 @@ def test_two_graphs_of_a_call_run_side_by_side(name, pool):
 def refused_calls():
     x, rows = uniform((2, 40, 64), 0, SINGLE), cp.zeros((2, 40), SINGLE)
     seen, wide = cp.ones((40, 40), np.bool_), cp.zeros((9, 320), HALF)
-    half, states = x.astype(HALF), uniform((2, 40, 64), 1, DOUBLE)
-    few, many = states[:, :9], uniform((2, 40, 264), 1, DOUBLE)
+    half = x.astype(HALF)
+    many = uniform((2, 40, 264), 1, DOUBLE)
     points = [uniform((40, 2), seed, SINGLE) for seed in range(3)]
     score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
-        "attention, few queries of float64": lambda: fa_cupy.attention(few, states, states),
+        "attention, wide float64": lambda: fa_cupy.attention(many, many, many),
         "attention, head_dim 320": lambda: fa_cupy.attention(wide, wide, wide),
-        "attention, few queries of float64 and a score": lambda: fa_cupy.attention(
-            few, states, states, score=score
+        "attention, wide float64 and a score": lambda: fa_cupy.attention(
+            many, many, many, score=score
         ),
         "attention_backward of a score's array": lambda: fa_cupy.attention_backward(
             half, half, half, half, half, rows, score=score, need=["score.x"]
@@ -694,13 +698,13 @@ def refused_calls():
 
 
 REFUSED = (
-    "attention, few queries of float64", "attention, head_dim 320",
+    "attention, wide float64", "attention, head_dim 320",
     "attention_backward, a bias of float32 of head_dim 160", "causal_product, wide float64",
     "causal_product_backward, wide float64",
     "linear_attention, wide float64", "linear_attention, all keys",
     "linear_attention_backward, wide float64", "kernel_regression", "kernel_regression_backward",
     "non_local_means", "prefix_state", "prefix_state, q", "BitMask",
-    "attention, few queries of float64 and a score", "attention_backward of a score's array",
+    "attention, wide float64 and a score", "attention_backward of a score's array",
 )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, note, settings
 
-from fa_cupy import BitMask, attention, reference
+from fa_cupy import BitMask, attention, attention_backward, reference
 from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32_sm90
+from tests.support.float32_data import DATA
 from tests.support.packed_sequences import visible
 from tests.support.strategies import Case, cases, check_against_reference, normal
 
@@ -97,6 +98,46 @@ def test_rows_of_all_sizes():
         x *= np.float32(10.0) ** rng.integers(-18, 18, (2, 700, 1)).astype(SINGLE)
     case = Case(q, k, v, None, None, options=CAUSAL)
     check_against_reference(case, *solve(case))
+
+
+def frobenius(found, want):
+    """The relative error in the norm of Frobenius, whatever the sizes of the numbers."""
+    scale = np.abs(want).max()
+    off, whole = (found.astype(np.float64) - want) / scale, want / scale
+    return np.sqrt(np.square(off).sum() / np.square(whole).sum())
+
+
+def in_plain_float32(dout, q, k, v):
+    """The output and the gradients by CuPy's products of float32, which are not of TF32."""
+    factor = SINGLE.type(q.shape[-1] ** -0.5)
+    scores = q @ k.swapaxes(-1, -2) * factor
+    weights = cp.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = weights @ v
+    dscores = dout @ v.swapaxes(-1, -2) - (dout * out).sum(-1, keepdims=True)
+    dscores *= weights
+    return (
+        out, dscores @ k * factor, dscores.swapaxes(-1, -2) @ q * factor,
+        weights.swapaxes(-1, -2) @ dout,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("data", DATA)
+def test_errors_are_at_most_twice_those_of_plain_float32(data, dim):
+    """Of the output and of the gradients, each as a whole, for data that differ in size."""
+    rng = np.random.default_rng(dim)
+    arrays = DATA[data][0](*(normal(rng, (2, 700, dim), SINGLE) for _ in range(4)))
+    dout, q, k, v = (np.ascontiguousarray(x, SINGLE) for x in arrays)
+    wanted = reference.attention(q, k, v)[0], *reference.attention_backward(dout, q, k, v)[:3]
+    dout, q, k, v = map(cp.asarray, (dout, q, k, v))
+    plain = in_plain_float32(dout, q, k, v)
+    out, lse = attention(q, k, v, return_lse=True)
+    found = out, *attention_backward(dout, q, k, v, out, lse)
+    assert "attention/fwd_fp32_sm90" in plans.kernels()
+    for name, x, usual, want in zip(("out", "q", "k", "v"), found, plain, wanted, strict=True):
+        error, limit = frobenius(x.get(), want), 2 * frobenius(usual.get(), want)
+        assert error <= max(limit, 6e-7), (name, error, limit)
 
 
 def test_two_streams():

@@ -173,7 +173,7 @@ def test_bench_of_few_queries_on_the_gpu(tmp_path, monkeypatch):
     family = families.FAMILIES["attention_decode"]
     found = [dataclasses.replace(case, batch=min(case.batch, 2), keys=512) for case in family.cases]
     small = tuple({case.name: case for case in found}.values())
-    assert len(small) == 11
+    assert len(small) == 14
     changed = {"cases": small, "burst_ms": 1, "default_impls": ("fa_cupy",)}
     monkeypatch.setitem(
         families.FAMILIES, "attention_decode", dataclasses.replace(family, **changed)

@@ -129,6 +129,28 @@ def test_a_mask_reaches_every_launch(launcher, monkeypatch, fallback):
     assert found == [(0, told), (2, told), (4, told)]
 
 
+@pytest.mark.parametrize(
+    ("entries", "q_len", "k_len", "stem"),
+    [
+        (1, 1, 8192, "fwd_sm90"), (2, 1, 8192, "fwd_splitkv"), (16, 1, 8192, "fwd_splitkv"),
+        (1, 1, 65535, "fwd_sm90"), (1, 1, 65536, "fwd_splitkv"), (16, 1, 4095, "fwd_sm90"),
+        (1, 1, 4095, "fwd_splitkv"), (16, 2, 8192, "fwd_splitkv"), (16, 9, 8192, "fwd_sm90"),
+        (16, 1, 511, "fwd_sm90"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("shared", [4, 1])
+def test_few_queries_to_many_keys(entries, q_len, k_len, stem, shared):
+    """Of 8 heads of keys, each for four of queries; or of heads that have keys of their own."""
+    q, k = (
+        np.empty((entries, 8, shared, q_len, 64), HALF),
+        np.empty((entries, 8, 1, k_len, 64), HALF),
+    )
+    problem = attention_problem.attention_problem(q, k, k, None, None, **NO_OPTIONS)
+    traits = Traits(problem, attention_problem.out_view(problem, q.shape, q.strides))
+    plan = make_plan(traits, NotingLauncher(132))
+    assert plan.steps[0].variant.source == f"attention/{stem}"
+
+
 def test_every_variant_has_one_for_other_pointers():
     for row in VARIANTS:
         for target in row.targets:

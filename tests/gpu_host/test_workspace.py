@@ -429,9 +429,9 @@ CASES = {
     "scaled_dot_product_attention": lambda: scaled(is_causal=True),
 }  # fmt: skip
 REFUSED = {
-    "attention, few queries of float64": lambda: (
+    "attention, wide float64": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
-    )(array(2, 16, 64, dtype=DOUBLE)),
+    )(array(2, 16, 264, dtype=DOUBLE)),
     "causal_product, wide float64": lambda: multiply(dtype=DOUBLE, length=30, dim=264),
     "causal_product_backward, wide float64": lambda: multiply_backward(dtype=DOUBLE, dim=264),
     "linear_attention, wide float64": lambda: linear(dtype=DOUBLE, dim=264),

@@ -148,7 +148,7 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
         (["--dtype", "float64", "--target", "sm_90a"], "sm_90a: attention_fwd_fp64-float64-d128"),
         (
             ["--dtype", "float64", "--shape", "1,2,9,64", "--target", "sm_90a"],
-            "sm_90a: tiled CuPy",
+            "sm_90a: attention_fwd_fp64-float64-d64",
         ),
         (
             ["--dtype", "float64", "--v-dim", "256", "--target", "sm_90a"],

@@ -457,6 +457,7 @@ def test_limits_of_host_time():
     assert limit("call bf16 hd128 with lse") == 11
     assert limit("gradients bf16 hd128") == 25
     assert limit("causal product bf16 hd128") == 12
+    assert limit("decoding fp16 hd128 B1") == 13
     assert limit("first gradients, fresh cache") == 2.5e6
     assert limit("call bf16 hd128 with lse", "cudnn") is None
     assert limit("first call, fresh cache") == 2e6

@@ -102,12 +102,12 @@ def test_errors_have_limits_of_their_numbers():
     for row in found:
         row["error"] = 2e-13
     wrong = report.wrong(found)
-    assert len(wrong) == 6 * 5 + 6 * 4
+    assert len(wrong) == 6 * 6 + 6 * 5
     assert all(" fp64 " in line for line in wrong)
     for row in found:
         row["error"] = 2e-5
     assert not any(" tf32 " in line for line in report.wrong(found))
-    assert len(report.wrong(found)) == len(found) - 2 * 5
+    assert len(report.wrong(found)) == len(found) - 2 * 6
 
 
 @pytest.mark.parametrize("case", SMALL, ids=label)
@@ -244,6 +244,20 @@ def test_torch_computes_the_same(case, most, on_numpy, monkeypatch):
         assert errors(case, arrays, found)[0] < limit_of(case)
 
 
+@pytest.mark.parametrize("most", [10e9, 1.0])
+@pytest.mark.parametrize("case", SMALL, ids=label)
+def test_jax_computes_the_same(case, most, on_numpy, monkeypatch):
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(float_peers, "_MOST_BYTES", most)
+    before = jax.config.jax_enable_x64
+    arrays = arrays_of(case)
+    try:
+        found = results(case, float_peers.jax_plain(case, arrays))
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    assert errors(case, arrays, found)[0] < limit_of(case)
+
+
 def test_the_precision_of_torch_is_restored_after_a_failure(on_numpy, monkeypatch):
     torch = pytest.importorskip("torch")
     case = small(cases.ATTENTION_FLOAT_FWD[6])
@@ -342,17 +356,18 @@ def test_the_table_has_ratios_to_all_but_leaves_its_own_tiles_out_of_the_best():
     assert len(lines) == 1 + 14 + 2
     assert lines[0].split() == [
         "attention_float_fwd", "(TFLOP/s)", "fa_cupy", "fa_cupy_cublas", "efficient",
-        "torch_plain", "plain_cupy", "/fa_cupy_cublas", "/efficient", "/torch_plain",
-        "/plain_cupy", "/best", "error",
+        "torch_plain", "jax_plain", "plain_cupy", "/fa_cupy_cublas", "/efficient", "/torch_plain",
+        "/jax_plain", "/plain_cupy", "/best", "error",
     ]  # fmt: skip
-    # 20 over 30, 40, 50 and 60.
+    # 20 over 30, 40, 50, 60 and 70.
     assert lines[1].split()[4:] == [
-        "20", "30", "40", "50", "60", "0.67", "0.50", "0.40", "0.33", "0.33", "1.0e-15"
+        "20", "30", "40", "50", "60", "70",
+        "0.67", "0.50", "0.40", "0.33", "0.29", "0.29", "1.0e-15",
     ]  # fmt: skip
     for row in forward:
         if row["impl"] == "fa_cupy_cublas":
             row["value"] = 1000.0
-    assert report.table(forward, {}).splitlines()[1].split()[-2] == "0.33"
+    assert report.table(forward, {}).splitlines()[1].split()[-2] == "0.29"
 
 
 @pytest.mark.long
@@ -381,13 +396,13 @@ def test_the_summary_has_a_row_of_each_dtype():
     assert readme.summary(lambda family: []) is None  # rows without results are left out
     device_rows = [("NVIDIA H200", row) for row in rows() if row["family"] == FAMILIES[0]]
     table = readme.summary(lambda family: device_rows if family == FAMILIES[0] else [])
-    of_each = ["20 TFLOP/s", "60 TFLOP/s, CuPy", "0.33"]
+    of_each = ["20 TFLOP/s", "70 TFLOP/s, CuPy", "0.29"]
     assert table.rows == [[line[0], *of_each] for line in names]
     for _, row in device_rows:
         if row["impl"] == "plain_cupy":
             row["value"] = None
     table = readme.summary(lambda family: device_rows if family == FAMILIES[0] else [])
-    assert [row[2] for row in table.rows] == ["50 TFLOP/s, PyTorch"] * 2
+    assert [row[2] for row in table.rows] == ["60 TFLOP/s, JAX"] * 2
 
 
 def test_the_page_has_a_place_for_them(monkeypatch):

@@ -44,7 +44,7 @@ def drawn(values, *kept):
 
 
 #: Cases of each test in these folders that `make test` runs.
-_CASES = {"cpu": 2, "gpu_host": 2}
+_CASES = {"api": 6, "cpu": 2, "gpu_host": 2}
 #: Parameters that say which kernels are compiled; of a bias, its shape does.
 _ROWS = {"row", "rows", "dim", "dtype", "target", "shape"}
 
@@ -60,7 +60,7 @@ def thin_out(items):
         return
     cases = {}
     for item in items:
-        if not item.get_closest_marker("long"):
+        if not any(map(item.get_closest_marker, ("long", "gpu"))):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     met = {}
     for name, same in cases.items():
@@ -70,8 +70,7 @@ def thin_out(items):
             if "planted" not in name:
                 kept = [_of_met_rows(same, met.setdefault(same[0].path, Counter()))]
         else:
-            first, step = zlib.crc32(name.encode()) % len(same), max(1, len(same) // max(1, count))
-            kept = [same[(first + i * step) % len(same)] for i in range(min(count, len(same)))]
+            kept = sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))[:count]
         for item in same:
             if item not in kept:
                 item.add_marker(pytest.mark.long)

@@ -47,19 +47,19 @@ VARIANTS: tuple[FwdSm80 | FwdSm90 | FwdFp32 | FwdFp32Sm90, ...] = (
 #: Those that compute in float64.
 FP64_VARIANTS = fwd_fp64.VARIANTS
 ROWS: tuple[Row, ...] = (*VARIANTS, *FP64_VARIANTS)
-# Whether the kernels of these dtypes may solve a problem; those of others solve any.
-_SUPPORTS = {
-    np.dtype(fwd_fp32.DTYPE): fwd_fp32.supports,
-    np.dtype(products_fp64.DTYPE): fwd_fp64.supports,
-}
+# The dtypes of fwd_fp32 and fwd_fp64, which read keys at equal distances. What may be as coarse as
+# TF32 fwd_fp32 computes in float32: that takes a third of the time of products of cuBLAS in TF32.
+_FULL_PRECISION = {np.dtype(fwd_fp32.DTYPE), np.dtype(products_fp64.DTYPE)}
 # fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
 # keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
-# Where fwd_sm90 splits the keys of plain scores, too, it is as fast with fewer rows or keys and
-# faster with more. us on an H100, 32 heads, 8 of keys of head_dim 128, fwd_splitkv and fwd_sm90:
-# one query to 1,024 keys 12.6 and 13.7 (head_dim 64: 9.7 and 12.8), 8,192 21.9 and 20.4; 16 queries
-# 127 and 22; 16 entries of 8,192 keys 182 and 176.
+# Where fwd_sm90 splits the keys of plain scores, too, fwd_splitkv is for less than so many keys,
+# and for more where few rows read many bytes: of many tiles, or very long ones. us on an H200, 4
+# rows, 8 heads of keys of head_dim 128, fwd_splitkv and fwd_sm90: one entry of 8,192 keys 20.5 and
+# 18.3, of 131,072 130.5 and 137.4; 4 entries of 8,192 38.2 and 40.6, 16 of 32,768 476 and 512. On
+# an H100, with 16 queries 127 and 22, one query to 1,024 keys 12.6 and 13.7.
 _FEW_ROWS, _MANY_KEYS = 16, 4096
+_READING_ROWS, _READING_KEYS = 8, 65536
 
 
 class Call(NamedTuple):
@@ -145,8 +145,8 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
-    supports_own = _SUPPORTS.get(problem.dtype)
-    if supports_own is not None and not (supports_own(problem) and takes_scale(problem)):
+    precise = problem.dtype in _FULL_PRECISION
+    if precise and not (key_lengths.supports(problem) and takes_scale(problem)):
         return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
     if problem.score is not None and (
@@ -154,7 +154,7 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     ):
         return None
     of_keys = (problem.k_lengths or problem.pages) is not None
-    if of_keys and supports_own is None and not supports(problem):
+    if of_keys and not precise and not supports(problem):
         return None
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
@@ -178,9 +178,9 @@ def takes_dropout(problem: Problem) -> bool:
 def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:
     """Whether ``fwd_splitkv`` solves a problem, rather than this row.
 
-    It does where few rows share keys, if their tiles leave multiprocessors idle, or `fwd_sm80`
-    would read the keys for each head. It alone reads pages and lengths of keys, but for more rows
-    with plain scores.
+    It does where few rows share keys, if their tiles leave multiprocessors idle, if there are many
+    keys to read, or if `fwd_sm80` would read the keys for each head. It alone reads pages and
+    lengths of keys, but for more rows with plain scores.
     """
     problem = traits.problem
     if isinstance(variant, FwdFp32 | FwdFp32Sm90 | FwdFp64) or problem.dropout is not None:
@@ -192,18 +192,22 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
         return False
     heads = heads_of_tile(traits)
     rows = problem.q_len * heads
+    tiles = math.prod(problem.batch) * problem.q_len // max(rows, 1)
+    reading = False
     if isinstance(variant, FwdSm90) and variant.score is None:
         # Of some numbers of heads each reads the keys for itself there.
         packed = fwd_sm90.packed_heads(traits, variant.tile_m) == heads
-        many = rows > _FEW_ROWS or (problem.k_len >= _MANY_KEYS and not of_pages)
+        many_keys = problem.k_len >= _MANY_KEYS
+        large = tiles >= multiprocessors // 8 or problem.k_len >= _READING_KEYS
+        reading = many_keys and large and rows <= _READING_ROWS
+        many = rows > _FEW_ROWS or (many_keys and not of_pages and not reading)
         if rows > _SPLIT_ROWS or (packed and many):
             return of_pages and fwd_sm90.boxes_of_pages(traits, variant) is None
     if of_lengths:
         return True
     if rows > _SPLIT_ROWS or problem.k_len < _SPLIT_KEYS or not supports(problem):
         return False
-    tiles = math.prod(problem.batch) * problem.q_len // rows
-    return tiles < multiprocessors // 2 or isinstance(variant, FwdSm80)
+    return reading or tiles < multiprocessors // 2 or isinstance(variant, FwdSm80)
 
 
 def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None) -> Plan:

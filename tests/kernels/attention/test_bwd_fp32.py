@@ -18,6 +18,7 @@ from fa_cupy.gpu.kernels.attention_backward import select
 from fa_cupy.gpu.kernels.backward import Wanted
 from tests.support import packed_sequences
 from tests.support.every_run import drawn, examples, only, some
+from tests.support.float32_data import DATA
 from tests.support.full_precision_gradients import (
     NAMES,
     arrays_of,
@@ -100,61 +101,6 @@ def test_every_row(which, tmp_path):
     for seed, band in enumerate(BANDS[:3]):
         arrays = arrays_of(rows, (150, 190), less=(seed, 2 * seed), seed=seed)
         check(rows, arrays, seed=seed, sources=sources, truncating=seed == 1, **band)
-
-
-def powers(count, least, most, seed=0):
-    """A column of powers of ten."""
-    exponents = np.random.default_rng(seed).integers(least, most, (count, 1), endpoint=True)
-    return np.float32(10.0) ** exponents.astype(SINGLE)
-
-
-# What is done to normal data, whether rows of gradients differ in size.
-DATA = {
-    "normal": (lambda dout, q, k, v: (dout, q, k, v), False),
-    "offset values": (lambda dout, q, k, v: (dout, q, k, v + 100), False),
-    "offset scores": (lambda dout, q, k, v: (dout, q + 1, k + 1, v), False),
-    "offset gradients": (lambda dout, q, k, v: (dout + 30, q, k, v), False),
-    "small values": (lambda dout, q, k, v: (dout, q, k, v * 1e-30), False),
-    "large values": (lambda dout, q, k, v: (dout, q, k, v * 1e30), False),
-    "small gradients": (lambda dout, q, k, v: (dout * 1e-30, q, k, v), False),
-    "large gradients": (lambda dout, q, k, v: (dout * 1e30, q, k, v), False),
-    "small queries": (lambda dout, q, k, v: (dout, q * 1e-30, k * 1e30, v * 1e-30), False),
-    "large queries": (lambda dout, q, k, v: (dout, q * 1e30, k * 1e-30, v), False),
-    "gradients of all sizes": (
-        lambda dout, q, k, v: (dout * powers(dout.shape[-2], -30, 30), q, k, v), True,
-    ),
-    "gradients that jump": (
-        lambda dout, q, k, v: (
-            dout * np.where(np.arange(dout.shape[-2]) % 32 < 24, 1e30, 1e-30)[:, None], q, k, v,
-        ),
-        True,
-    ),
-    "values of all sizes": (
-        lambda dout, q, k, v: (dout, q, k, v * powers(v.shape[-2], -30, 30)), False,
-    ),
-    "keys of all sizes": (
-        lambda dout, q, k, v: (dout, q, k * powers(k.shape[-2], -30, 0), v), False,
-    ),
-    "queries of all sizes": (
-        lambda dout, q, k, v: (dout, q * powers(q.shape[-2], -30, 0), k, v), False,
-    ),
-    "large numbers that meet zeros": (
-        lambda dout, q, k, v: (
-            dout, np.where(np.arange(32) < 3, 1e30, q), np.where(np.arange(32) < 3, 0, k), v,
-        ),
-        False,
-    ),
-    "large gradients that meet zeros": (
-        lambda dout, q, k, v: (
-            np.where(np.arange(32) < 3, 1e25, dout), q, k, np.where(np.arange(32) < 3, 0, v),
-        ),
-        False,
-    ),
-    "columns of all sizes": (
-        lambda dout, q, k, v: (dout, q * powers(32, -15, 15).T, k / powers(32, -15, 15).T, v),
-        False,
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("data", DATA)

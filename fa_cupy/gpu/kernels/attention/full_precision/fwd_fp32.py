@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention.full_precision import key_lengths
 from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import BAND_BYTES
 from fa_cupy.gpu.kernels.variant import Variant
 
@@ -82,12 +80,3 @@ def _rows() -> Iterator[FwdFp32]:
 
 
 VARIANTS: tuple[FwdFp32, ...] = tuple(_rows())
-
-
-def supports(problem: Problem) -> bool:
-    """Whether the kernel may solve a problem of float32 of dims that it has.
-
-    It reads keys at equal distances. What may be as coarse as TF32 it computes in float32: that
-    takes a third of the time of products of cuBLAS in TF32.
-    """
-    return key_lengths.supports(problem)

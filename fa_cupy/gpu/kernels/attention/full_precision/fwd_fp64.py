@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention.attention_params import (
     ATTENTION_PARAMS,
     Traits,
     make_params,
     mask_addresses,
 )
-from fa_cupy.gpu.kernels.attention.full_precision import key_lengths
 from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import BAND_BYTES
 from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import DTYPE, ProductsFp64
 from fa_cupy.gpu.plan import Step
@@ -28,8 +26,6 @@ FWD_FP64_PARAMS = np.dtype(
     align=True,
 )
 _WORK_BYTES = 112  # TileWork, KeyTiles and ListedRange in cuda_src/common
-#: So many queries leave most of each tile empty: products of cuBLAS do then.
-FEW_QUERIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +90,6 @@ def _rows() -> Iterator[FwdFp64]:
 
 
 VARIANTS: tuple[FwdFp64, ...] = tuple(_rows())
-
-
-def supports(problem: Problem) -> bool:
-    """Whether the kernel may solve a problem of float64 of dims that it has."""
-    many = problem.q_len > FEW_QUERIES or problem.k_lengths is not None
-    return many and key_lengths.supports(problem)
 
 
 def steps(traits: Traits, variant: FwdFp64) -> list[Step]:
