@@ -69,7 +69,7 @@ def test_statistics(capsys):
 
 @pytest.mark.parametrize("bug", ["share", "queries", "seeds"])
 def test_statistics_find_what_is_not_random(monkeypatch, bug):
-    """A share of dropped weights that is a hundredth too large, rows alike, and a seed that does not count."""
+    """A share that is a hundredth too large, rows alike, and a seed that does not count."""
     right = fa_cupy.dropout_mask
 
     def wrong(seed, p, shape, rows):

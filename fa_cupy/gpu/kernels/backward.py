@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.dropout.arguments import Dropout
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.kernels.attention.attention_params import (
@@ -79,6 +80,7 @@ def with_dropout(params: np.dtype[Any]) -> np.dtype[Any]:
     return padded(fields, 64 if fields[0][0] == "q_map" else params.alignment)
 
 
+_NO_SEED: dict[str, str] = {}
 # The arrays that have a tensor map, in the order of the struct, and those that are read.
 _MAPPED = ("q", "k", "v", "dout", "dk", "dv", "dq")
 _READ = ("q", "k", "v", "dout")
@@ -249,8 +251,11 @@ class BackwardSm90(BackwardVariant):
         dtype : numpy.dtype
             Of a struct that begins as `BWD_SM90_PARAMS`.
         """
-        problem = traits.problem
-        params, seed = struct_of(traits, dtype, self.tile_m)
+        problem, params, seed = traits.problem, np.zeros(1, dtype), _NO_SEED
+        if problem.dropout is None:
+            params["common"] = traits.common("q", "dq", problem.v_dim, self.tile_m)
+        else:
+            params, seed = struct_with_dropout(traits, dtype, self.tile_m, problem.dropout)
         params["size"] = traits.size
         for name in _READ:
             params[f"{name}_step"] = [step != 0 for step in traits.steps[name]]
@@ -565,10 +570,10 @@ class Launches:
         return min(self.multiprocessors, blocks)
 
 
-def struct_of(
-    traits: Traits, dtype: np.dtype[Any], tile_m: int
+def struct_with_dropout(
+    traits: Traits, dtype: np.dtype[Any], tile_m: int, dropout: Dropout
 ) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
-    """Return a struct with what all kernels are told, and what that points to besides arrays.
+    """Return a struct with what all kernels are told, and the field that has the seed.
 
     Parameters
     ----------
@@ -577,14 +582,10 @@ def struct_of(
         Of the struct in builds without dropout.
     tile_m : int
         Of the kernel.
+    dropout : Dropout
     """
-    problem, dropout = traits.problem, traits.problem.dropout
+    problem, params = traits.problem, np.zeros(1, with_dropout(dtype))
     common = traits.common("q", "dq", problem.v_dim, tile_m)
-    if dropout is None:
-        params = np.zeros(1, dtype)
-        params["common"] = common
-        return params, {}
-    params = np.zeros(1, with_dropout(dtype))
     for name in common.dtype.names or ():
         params["common"][name] = common[name]
     attention_params.fill_dropout(params["common"]["dropout"][0], problem, dropout)
@@ -608,8 +609,11 @@ def strided_params(
     dtype : numpy.dtype
         Of the struct.
     """
-    problem = traits.problem
-    params, seed = struct_of(traits, dtype, tile_m)
+    problem, params, seed = traits.problem, np.zeros(1, dtype), _NO_SEED
+    if problem.dropout is None:
+        params["common"] = traits.common("q", "dq", problem.v_dim, tile_m)
+    else:
+        params, seed = struct_with_dropout(traits, dtype, tile_m, problem.dropout)
     for name in _ARRAYS:
         array = params[name]
         array["row"] = traits.views[name].strides[-2] // problem.dtype.itemsize
