@@ -407,8 +407,8 @@ FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetc
   }
 }
 
-// dS^T of a tile with dropout, divided by the factor of what is kept: of weights that are kept it is
-// P^T o (dP^T - delta / factor), of others -P^T o delta / factor.  P^T loses the latter, in its
+// dS^T of a tile with dropout, divided by the factor of what is kept.  Of weights that are kept it
+// is P^T o (dP^T - delta / factor), of others -P^T o delta / factor.  P^T loses the latter, in its
 // registers or in 16 bits.  What is not finite in dP^T of a dropped pair makes NaN, whose rows are
 // computed again.
 FA_DEVICE void compute_ds_with_dropout(Scores& dp, Scores& p, Rounded& pairs, Consumer c,

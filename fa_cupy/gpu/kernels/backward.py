@@ -410,8 +410,8 @@ class Traits:
         served = walked and takes_dims(problem.dtype.name, *sizes[2:]) and takes_scale(problem)
         # Kernels of float32 add up dQ and dK before they multiply them by the scale: with an
         # extraordinary one the sums may leave float32 where the gradients do not.
-        served = served and (problem.dtype != np.float32 or folds(problem.scale))
-        served = served and (problem.offsets is None or supports(problem))
+        wide = problem.dtype == np.float32 and not folds(problem.scale)
+        served = served and not wide and (problem.offsets is None or supports(problem))
         item = problem.dtype.itemsize
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
         self.gathers = walked and all(
@@ -573,7 +573,7 @@ class Launches:
 def struct_with_dropout(
     traits: Traits, dtype: np.dtype[Any], tile_m: int, dropout: Dropout
 ) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
-    """Return a struct with what all kernels are told, and the field that has the seed.
+    """Return a struct with the arguments of all kernels, and the field that has the seed.
 
     Parameters
     ----------
