@@ -412,10 +412,9 @@ class Traits:
         # extraordinary one the sums may leave float32 where the gradients do not.
         wide = problem.dtype == np.float32 and not folds(problem.scale)
         served = served and not wide and (problem.offsets is None or supports(problem))
-        item = problem.dtype.itemsize
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
         self.gathers = walked and all(
-            x.strides[-1] == item or x.shape[-1] == 1
+            x.strides[-1] == problem.dtype.itemsize or x.shape[-1] == 1
             for name, x in self.views.items()
             if name not in _ANY_STRIDES
         )
