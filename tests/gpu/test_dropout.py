@@ -93,3 +93,43 @@ def test_a_graph_reads_the_seed_of_the_moment():
         stream.synchronize()
         want, _ = reference.attention(q, k, v, dropout=0.5, seed=number)
         assert reference.relative_error(to_numpy(out).astype(np.float64), want) < 2e-3
+
+
+def test_tensors_of_pytorch():
+    """Seeds are numbers, tensors on either device, or drawn by the generator of the device."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    from fa_cupy.torch import attention as of_tensors
+    from fa_cupy.torch import scaled_dot_product_attention
+
+    q, k, v, dout = draw(*[(2, 4, 200, 64)] * 4)
+    of_call = {"dropout": 0.3, "seed": 7}
+    want, _ = reference.attention(q, k, v, **of_call)
+    wants = reference.attention_backward(dout, q, k, v, **of_call)
+    for seed in (7, torch.tensor([7]), torch.tensor([7], device="cuda")):
+        tensors = [torch.tensor(x, device="cuda", requires_grad=True) for x in (q, k, v)]
+        out = of_tensors(*tensors, dropout=0.3, seed=seed)
+        assert reference.relative_error(out.detach().cpu().numpy().astype(float), want) < 2e-3
+        out.backward(torch.tensor(dout, device="cuda"))
+        for x, y in zip(tensors, wants, strict=True):
+            assert reference.relative_error(x.grad.cpu().numpy().astype(float), y) < 4e-3
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found += [scaled_dot_product_attention(*tensors, dropout_p=0.3) for _ in range(2)]
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+
+
+def test_what_no_kernel_does_is_refused():
+    """Before anything is allocated."""
+    x = [cp.zeros((1, 1, 40, 64), np.float32) for _ in range(3)]
+    text = r"attention: dropout is 0\.1, and no kernel on a GPU serves this call"
+    pool = cp.get_default_memory_pool()
+    before = pool.used_bytes()
+    with pytest.raises(NotImplementedError, match=text):
+        attention(*x, dropout=0.1, seed=1)
+    assert pool.used_bytes() == before
+    with pytest.raises(NotImplementedError, match=text):
+        attention(*[y.astype(HALF) for y in x], dropout=0.1, seed=1, k_lengths=20)
