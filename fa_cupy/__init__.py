@@ -26,6 +26,7 @@ from fa_cupy._linear_attention import (
     prefix_state,
 )
 from fa_cupy._score import Score
+from fa_cupy.dropout.mask import dropout_mask
 
 __all__ = [
     "BitMask",
@@ -36,6 +37,7 @@ __all__ = [
     "attention_backward",
     "causal_product",
     "causal_product_backward",
+    "dropout_mask",
     "kernel_regression",
     "kernel_regression_backward",
     "linear_attention",

@@ -58,6 +58,8 @@ def attention(
     page_table: Array | None = None,
     q_offsets: Array | None = None,
     k_offsets: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
     out: Array | None = None,
 ) -> A: ...
 @overload
@@ -81,6 +83,8 @@ def attention(
     page_table: Array | None = None,
     q_offsets: Array | None = None,
     k_offsets: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
     out: Array | None = None,
 ) -> tuple[A, Any]: ...
 @overload
@@ -104,6 +108,8 @@ def attention(
     page_table: Array | None = None,
     q_offsets: Array | None = None,
     k_offsets: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
     out: Array | None = None,
 ) -> A | tuple[A, Any]: ...
 @overload
@@ -129,6 +135,8 @@ def attention_backward(
     k_lengths: int | Array | None = None,
     q_offsets: Array | None = None,
     k_offsets: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
 ) -> tuple[Any, ...]: ...
 @overload
 def attention_backward(
@@ -153,6 +161,8 @@ def attention_backward(
     k_lengths: int | Array | None = None,
     q_offsets: Array | None = None,
     k_offsets: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
 ) -> tuple[A, ...]: ...
 def scaled_dot_product_attention(
     query: A,
@@ -163,7 +173,17 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    seed: int | Array | None = None,
 ) -> A: ...
+def dropout_mask(
+    seed: int | Array,
+    p: float,
+    shape: tuple[int, ...],
+    *,
+    rows: slice | None = None,
+    cols: slice | None = None,
+    as_bits: bool = False,
+) -> Any: ...
 def merge_attention(outs: Sequence[A] | A, lses: Sequence[Array] | Array) -> tuple[A, Any]: ...
 @overload
 def causal_product(

@@ -13,6 +13,7 @@ from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
 from fa_cupy.core.sparse_bias import is_sparse
+from fa_cupy.dropout import arguments as dropout_arguments
 from fa_cupy.keys.arguments import Places
 
 TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
@@ -45,6 +46,8 @@ def attention(
     page_table: Any = None,
     q_offsets: Any = None,
     k_offsets: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     out: Any = None,
 ) -> Any:
     """Scaled dot-product attention, exact, without an array of size Lq x Lk.
@@ -123,6 +126,15 @@ def attention(
     k_offsets : array of int32 or int64, shape (sequences + 1,), optional
         The same for the keys; `q_offsets` by default. With it, `is_causal` and `window` need
         `causal_align`, and "bottom_right" lets the last query of a sequence stand at its last key.
+    dropout : float, optional
+        The probability that a weight is dropped: its product with the value of the key is left out,
+        and the others are multiplied by ``1 / (1 - dropout)``. The log-sum-exp is that of all
+        scores. On a GPU only for 16 bits, up to 256 dims, and no lengths, pages, offsets or sparse
+        bias.
+    seed : int or array of one integer, optional
+        Which weights these are, as `dropout_mask` returns them: from 0 to 2**64 - 1. `dropout`
+        needs it. An array is read by each call; one on the GPU, of 64 bits, by each run of a graph
+        that the call was captured in.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -145,13 +157,15 @@ def attention(
         `bias`, and lengths, pages and offsets in the memory of the host. The capture can go on
         then. In a capture mode other than "relaxed" the first call with a `BitMask` raises it too,
         because it takes memory from the driver, and the capture ends. Outside of a capture, for a
-        sparse `bias` on a GPU in float64 or with dims above 256, and for a `score` with `i` or `j`
-        and offsets on a GPU.
+        sparse `bias` on a GPU in float64 or with dims above 256, for a `score` with `i` or `j` and
+        offsets on a GPU, and for `dropout` on a GPU in float32 and float64, with dims above 256,
+        lengths, pages, offsets or a sparse `bias`.
 
     See Also
     --------
     merge_attention : combine results over disjoint sets of keys.
     Score : scores by an expression.
+    dropout_mask : the weights that are kept with dropout.
 
     Notes
     -----
@@ -223,7 +237,8 @@ def attention(
     >>> attention(np.zeros((1, 2)), np.zeros((1, 2)), np.ones((1, 3)), sinks=np.zeros(1))
     array([[0.5, 0.5, 0.5]])
     """
-    cached = _CACHED.get(type(q)) if score is None else None
+    plain = score is None and seed is None and dropout.__class__ is float and dropout == 0.0
+    cached = _CACHED.get(type(q)) if plain else None
     if cached is not None:
         result = cached(
             q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision,
@@ -239,6 +254,7 @@ def attention(
         return_lse,
         sinks=sinks,
         score=score,
+        dropout=(dropout, seed),
         places={
             "k_lengths": k_lengths,
             "page_table": page_table,
@@ -263,6 +279,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    seed: Any = None,
 ) -> Any:
     """Attention with the names and the meaning of PyTorch's function.
 
@@ -275,7 +292,7 @@ def scaled_dot_product_attention(
         An array of bool, True where a query attends to a key, or of floats that are added to the
         scores. A sparse matrix must be of bool.
     dropout_p : float
-        Must be 0.0.
+        The `dropout` of `attention`. It needs a `seed`, as no generator has one.
     is_causal : bool
         Causality aligned to the top left: query i sees the keys up to i, whatever L and S are. It
         cannot be combined with `attn_mask`.
@@ -283,6 +300,8 @@ def scaled_dot_product_attention(
         ``E ** -0.5`` by default.
     enable_gqa : bool
         Whether `key` and `value` may have fewer heads (axis -3) than `query`.
+    seed : int or array of one integer, optional
+        As in `attention`; PyTorch's function has no such argument.
 
     Returns
     -------
@@ -291,8 +310,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `attention`; also for a `dropout_p` other than 0, for `attn_mask` together with
-        `is_causal`, and for grouped heads without `enable_gqa`.
+        As for `attention`; also for `attn_mask` together with `is_causal`, and for grouped heads
+        without `enable_gqa`.
 
     See Also
     --------
@@ -313,8 +332,7 @@ def scaled_dot_product_attention(
            [0.26, 0.26, 0.47]])
     """
     name = "scaled_dot_product_attention"
-    dropout_p = checks.finite(name, "dropout_p", dropout_p)
-    attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
+    attention_problem.torch_options(name, attn_mask, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
     if is_sparse(attn_mask) and not is_mask:
         raise TypeError(
@@ -327,6 +345,7 @@ def scaled_dot_product_attention(
         TORCH_ARGS,
         (query, key, value, bias, mask),
         grouped=checks.flag(name, "enable_gqa", enable_gqa),
+        dropout=(dropout_p, seed),
         scale=scale,
         is_causal=is_causal,
         causal_align="top_left",
@@ -345,6 +364,7 @@ def _solve(
     grouped: bool = True,
     sinks: Any = None,
     score: Score | None = None,
+    dropout: tuple[Any, Any] = (0.0, None),
     places: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
@@ -359,16 +379,21 @@ def _solve(
     named = [*zip(args, arrays, kept, strict=True)]
     given = {arg: x for arg, x, as_it_is in named if not as_it_is}
     given |= arrays_of(name, score) | where.separated(arrays)
+    given |= dropout_arguments.arrays_of(dropout[1])
     native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
     where.native(by_arg)
     inputs = [x if as_it_is else by_arg[arg] for arg, x, as_it_is in named]
     (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs, result)
+    p, seed = dropout[0], by_arg.get("seed", dropout[1])
+    dropped = dropout_arguments.of_arguments(
+        name, p, seed, "dropout_p" if args == TORCH_ARGS else "dropout"
+    )
     options |= where.options
     problem = attention_problem.attention_problem(
-        *dense, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
-        **options,
+        *dense, sinks=sinks, score=operands, dropout=dropped, out=result, name=name, args=args,
+        grouped=grouped, **options,
     )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
     backend = dispatch.backend_of(native, "attention")
@@ -406,6 +431,8 @@ def attention_backward(
     k_lengths: Any = None,
     q_offsets: Any = None,
     k_offsets: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `attention` with respect to its arrays, without an array of size Lq x Lk.
 
@@ -442,6 +469,9 @@ def attention_backward(
     q_offsets : array of int32 or int64, shape (sequences + 1,), optional
     k_offsets : array of int32 or int64, shape (sequences + 1,), optional
         Those of that call. There are no gradients for calls with a `page_table`.
+    dropout : float, optional
+    seed : int or array of one integer, optional
+        Those of that call. On a GPU as there, and also without gradients of a `score`.
 
     Returns
     -------
@@ -541,7 +571,8 @@ def attention_backward(
     >>> dsinks.shape
     (8, 1)
     """
-    cached = _CACHED_BACKWARD.get(type(q)) if score is None else None
+    plain = score is None and seed is None and dropout.__class__ is float and dropout == 0.0
+    cached = _CACHED_BACKWARD.get(type(q)) if plain else None
     if cached is not None:
         answer = cached(
             dout, q, k, v, out, lse, bias, mask, scale, is_causal, causal_align, window, softcap,
@@ -549,22 +580,50 @@ def attention_backward(
         )  # fmt: skip
         if answer is not None:
             return tuple(answer)
+    return _solve_backward(
+        (dout, q, k, v, out, lse),
+        (bias, mask, dlse, sinks),
+        need,
+        score,
+        (dropout, seed),
+        {"k_lengths": k_lengths, "q_offsets": q_offsets, "k_offsets": k_offsets},
+        scale=scale,
+        is_causal=is_causal,
+        causal_align=causal_align,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def _solve_backward(
+    given: tuple[Any, ...],
+    optional: tuple[Any, ...],
+    need: Sequence[str] | None,
+    score: Score | None,
+    dropout: tuple[Any, Any],
+    places: Mapping[str, Any],
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Check a call of `attention_backward`, run it, and answer in the kind of its arrays."""
+    (dout, q, k, v, out, lse), (bias, mask, dlse, sinks) = given, optional
     name = "attention_backward"
     args, arrays = attention_problem.ARGS, (q, k, v, bias, mask)
     dispatch.require(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    where = Places(name, args[-1], k_lengths=k_lengths, q_offsets=q_offsets, k_offsets=k_offsets)
+    where = Places(name, args[-1], **places)
     arrays = tuple(dispatch.sparse_inputs(name, args, where.without_masks(arrays)))
     more = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sinks": sinks}
     more |= (of_score := arrays_of(name, score)) | where.separated(arrays)
+    more |= dropout_arguments.arrays_of(dropout[1])
     native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more)
     by_arg = dict(zip(more, native_more, strict=True))
     where.native(by_arg)
     out, lse, dout, dlse, sinks, *_ = native_more
     operands = operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs)
+    dropped = dropout_arguments.of_arguments(name, dropout[0], by_arg.get("seed", dropout[1]))
     problem = attention_problem.gradient_problem(
-        dense, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal, window=window,
-        causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands, **where.options,
+        dense, out, lse, dout, dlse, name, sinks=sinks, score=operands, dropout=dropped,
+        **options, **where.options,
     )  # fmt: skip
     where.check(problem)
     wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)

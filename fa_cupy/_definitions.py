@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from fa_cupy._score import Score, arrays_of, operands_of
+from fa_cupy.dropout.philox import philox4x32
 from fa_cupy.score import tree
 from fa_cupy.score.evaluate import evaluate
 from fa_cupy.score.program import Operands, entries
@@ -63,6 +64,7 @@ class Packed(NamedTuple):
     i: Array  # positions in the sequence, 0 for pairs of none
     j: Array
     mask: Any  # that of the call, or of all its masks one
+    number: Array  # of the sequence
 
 
 def packed(
@@ -74,16 +76,36 @@ def packed(
     batch = () if not masks else np.broadcast_shapes(*(x.shape[:-2] for x in masks))
     found = np.zeros((*batch, q_len, k_len), np.bool_)
     seen = np.zeros((q_len, k_len), np.bool_)
-    i, j = np.zeros((2, q_len, k_len), np.int64)
+    i, j, numbers = np.zeros((3, q_len, k_len), np.int64)
     bounds = [[*map(int, x)] for x in (q_offsets, k_offsets)]
     spans = zip(*(x[at:] for x in bounds for at in (0, 1)), strict=False)
     for number, (q, q_end, k, k_end) in enumerate(spans):
         pairs = slice(q, q_end), slice(k, k_end)
         seen[pairs] = visible(q_end - q, k_end - k, **band)
         i[pairs], j[pairs] = np.indices((q_end - q, k_end - k))
+        numbers[pairs] = number
         if masks is not None:
             found[(..., *pairs)] = masks[number].to_dense()
-    return Packed(seen, i, j, mask if masks is None else found)
+    return Packed(seen, i, j, mask if masks is None else found, numbers)
+
+
+def kept_pairs(
+    p: float, seed: Any, batch: tuple[int, ...], i: Array, j: Array, numbers: Any, sequences: int
+) -> NDArray[np.bool_]:
+    """Return which pairs dropout keeps, over all batch axes; `numbers` are those of sequences."""
+    b, h = entries(np, batch)
+    seed = int(np.asarray(seed).reshape(-1)[0]) % 2**64
+    places = 4 * (j // 64) + j % 8 // 2, i, h, b * sequences + numbers
+    words = philox4x32([np.asarray(x).astype(np.uint64) for x in places], seed)
+    position = np.asarray(2 * (j % 64 // 8) + j % 2).astype(np.uint64)
+    x, y = ((word * np.uint64(2**n)) for word, n in ((words[1], 4), (words[2], 8)))
+    number = words[0] ^ (x // 2**32 + x) % 2**32 ^ (y // 2**32 + y) % 2**32
+    for bit in range(8):
+        shift = position + np.uint64(16 * (bit % 2))
+        number = number | ((words[bit // 2] >> shift & np.uint64(1)) << np.uint64(32 + bit))
+    threshold = min(max(round((1 - p) * 2**40), 1), 2**40 - 1)
+    found: NDArray[np.bool_] = (number < np.uint64(threshold)) & (p < 1)
+    return np.broadcast_to(found, (*batch, *found.shape[-2:]))
 
 
 def rows_of_pages(pages: Array, page_table: Array, axes: int) -> Array:
@@ -108,6 +130,8 @@ class Scores(NamedTuple):
     attended: NDArray[np.bool_]
     sinks: bool
     expressed: Expressed | None = None
+    kept: NDArray[np.bool_] | None = None  # pairs that dropout leaves
+    factor: float = 1.0  # of their weights
 
 
 class Expressed(NamedTuple):
@@ -137,6 +161,8 @@ def scores_of(
     page_table: Array | None = None,
     q_offsets: Array | None = None,
     k_offsets: Array | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     **band: Any,
 ) -> Scores:
     q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
@@ -156,11 +182,11 @@ def scores_of(
     seen = visible(q.shape[-2], k.shape[-2], **band)
     if k_lengths is not None:
         seen = of_lengths(np.asarray(k_lengths), *seen.shape, **band)
-    places = {}
+    at, places, sequences = None, {}, 1
     if q_offsets is not None:
-        seen, places["i"], places["j"], mask = packed(
-            q_offsets, k_offsets, mask, *seen.shape, **band
-        )
+        at = packed(q_offsets, k_offsets, mask, *seen.shape, **band)
+        seen, mask, places = at.seen, at.mask, {"i": at.i, "j": at.j}
+        sequences = max(1, len(q_offsets) - 1)
     expressed = None
     if score is not None:
         scores = over_batch(scores, v, bias, mask, column, seen)
@@ -175,7 +201,19 @@ def scores_of(
     if column is not None:
         scores = _with_column(scores, column)
         v = np.concatenate([v, np.zeros_like(v, shape=(*v.shape[:-2], 1, v.shape[-1]))], axis=-2)
-    return Scores(q, k, v, scores, slope, scores != -np.inf, column is not None, expressed)
+    found = Scores(q, k, v, scores, slope, scores != -np.inf, column is not None, expressed)
+    return with_dropout(found, dropout, seed, at, sequences) if dropout else found
+
+
+def with_dropout(x: Scores, p: float, seed: Any, at: Packed | None, sequences: int) -> Scores:
+    """Return scores with the pairs that dropout keeps; `at` are those of sequences."""
+    batch = over_batch(x.scores, x.v).shape[:-2]
+    lengths, numbers = (x.q.shape[-2], x.k.shape[-2]), np.zeros(1, np.int64)
+    i, j, numbers = (*np.indices(lengths), numbers) if at is None else (at.i, at.j, at.number)
+    kept = kept_pairs(p, seed, batch, i, j, numbers, sequences)
+    if x.sinks:
+        kept = _with_column(kept, np.ones((1, 1), np.bool_))
+    return x._replace(kept=kept, factor=0.0 if p == 1 else 1 / (1 - p))
 
 
 def _with_column(x: Array, column: Array) -> Array:
@@ -236,13 +274,19 @@ def score_gradients(x: Scores, dscores: Array) -> list[Array]:
 
 def attend(x: Scores, weight_dtype: np.dtype[Any] | None) -> tuple[Array, Array, Array]:
     """Return output, LSE and weights, these rounded to `weight_dtype`."""
-    lse = logsumexp(x.scores)
+    lse, real = logsumexp(x.scores), x.scores.dtype.type
     rows = x.attended.any(axis=-1, keepdims=True)
     weights = np.where(x.attended, softmax(np.where(rows, x.scores, 0)), 0)
     if weight_dtype is not None:
         weights = weights.astype(weight_dtype).astype(x.scores.dtype)
-    out = weigh(weights, x.attended, x.v)
+    kept = weights if x.kept is None else weights * x.kept
+    out = real(x.factor) * weigh(kept, with_kept(x, x.attended), x.v)
     return out, np.broadcast_to(lse, out.shape[:-1]).copy(), weights
+
+
+def with_kept(x: Scores, seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which of some pairs dropout leaves; without sinks where `seen` has none."""
+    return seen if x.kept is None else seen & x.kept[..., : seen.shape[-1]]
 
 
 def gradients(
@@ -263,15 +307,20 @@ def gradients(
     if dlse is not None:
         base = base - np.asarray(dlse).astype(real)[..., None]
     whole = attend(x, None)[2]
-    dscores = np.where(x.attended, whole * (dout @ np.swapaxes(x.v, -1, -2) - base), 0)
+    dweights = dout @ np.swapaxes(x.v, -1, -2)
+    if x.kept is not None:
+        dweights = np.where(x.kept, real.type(x.factor) * dweights, 0)
+    dscores = np.where(x.attended, whole * (dweights - base), 0)
     keys = dscores.shape[-1] - x.sinks
     weights, seen = weights[..., :keys], x.attended[..., :keys]
     dscores, dsinks = dscores[..., :keys], dscores[..., keys:]
     dproducts = rounded(np.where(seen, dscores * x.slope, 0))
     back = np.swapaxes(seen, -1, -2)
+    weights, kept = np.where(with_kept(x, seen), weights, 0), with_kept(x, seen)
     dq = reach(dproducts, seen, x.k)
     dk = reach(np.swapaxes(dproducts, -1, -2), back, x.q)
-    dv = reach(np.swapaxes(weights, -1, -2), back, dout)
+    dv = reach(np.swapaxes(weights, -1, -2), np.swapaxes(kept, -1, -2), dout)
+    dv = real.type(x.factor) * dv
     return dq, dk, dv, dscores, dsinks
 
 

@@ -1,7 +1,7 @@
 """Plain definitions in float64 on SciPy, for comparison with the results of this library.
 
 They take NumPy arrays, compute all Lq x Lk scores, and share no code with the other functions,
-except for the parser and the derivatives of a `fa_cupy.Score`.
+except for the parser and the derivatives of a `fa_cupy.Score`, and for Philox.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def attention(
         As in `fa_cupy.attention`; a `fa_cupy.BitMask` is unpacked to all its Lq x Lk elements.
     **options
         `scale`, `is_causal`, `causal_align`, `window`, `softcap`, `sinks`, `score`, `k_lengths`,
-        `page_table`, `q_offsets` and `k_offsets` of `fa_cupy.attention`. An expression is evaluated
-        for all pairs at once.
+        `page_table`, `q_offsets`, `k_offsets`, `dropout` and `seed` of `fa_cupy.attention`. An
+        expression is evaluated for all pairs at once.
 
     Returns
     -------

@@ -37,11 +37,12 @@ def fa_cupy(case: Dense, arrays: Arrays) -> Call:
     from fa_cupy import attention, attention_backward
 
     *qkv, dout = arrays
-    out, lse = attention(*qkv, is_causal=case.causal, return_lse=True)
+    options = {"is_causal": case.causal, **peers.dropped(case)}
+    out, lse = attention(*qkv, return_lse=True, **options)
     wait = _same if isinstance(dout, np.ndarray) else None
 
     def run() -> Any:
-        return attention_backward(dout, *qkv, out, lse, is_causal=case.causal)
+        return attention_backward(dout, *qkv, out, lse, **options)
 
     return Call(run, _same, wait)
 
@@ -57,7 +58,9 @@ def torch_sdpa(backend: str) -> Callable[[Dense, Arrays], Call]:
         *leaves, dout = map(peers.to_torch, arrays)
         leaves = [x.detach().requires_grad_() for x in leaves]
         with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
-            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=case.causal)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *leaves, dropout_p=case.dropout, is_causal=case.causal
+            )
         return Call(
             lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
             lambda grads: tuple(map(peers.from_torch, grads)),

@@ -17,8 +17,9 @@ class Dense:
     The name of a case, such as ``bf16 hd128 causal 4096x4``, is dtype, head_dim, ``full`` or
     ``causal``, length x batch; the number of heads follows from heads * head_dim = 2048 and is
     named (``h8``) only where it does not. Fewer heads of keys and values (``kv8``) and a causal
-    window (``window1024``: a query sees so many keys, its own the last) are named too. Where a
-    precision is allowed, as of float32 ``tf32``, it is named in place of the dtype.
+    window (``window1024``: a query sees so many keys, its own the last) are named too, and dropout
+    (``p0.1``). Where a precision is allowed, as of float32 ``tf32``, it is named in place of the
+    dtype.
     """
 
     dtype: str
@@ -31,6 +32,7 @@ class Dense:
     window: int = 0  # 0: none
     backward: bool = False
     precision: str = ""  # "tf32", or "" for that of the dtype
+    dropout: float = 0.0  # the share of weights that are dropped
 
     @property
     def key_heads(self) -> int:
@@ -46,7 +48,8 @@ class Dense:
         window = f" window{self.window}" if self.window else ""
         shape = f"{self.length}x{self.batch}"
         numbers = self.precision or self.dtype
-        return f"{numbers} hd{self.head_dim} {kind} {shape}{heads}{kv}{window}"
+        dropped = f" p{self.dropout:g}" if self.dropout else ""
+        return f"{numbers} hd{self.head_dim} {kind} {shape}{heads}{kv}{window}{dropped}"
 
     @property
     def flops(self) -> float:
@@ -446,6 +449,13 @@ ATTENTION_BWD = tuple(
     for head_dim in (128, 64, 256)
     for case in _tokens_16384("bf16", head_dim, (1024, 4096, 16384))
 )
+
+ATTENTION_DROPOUT_FWD = tuple(
+    replace(case, dropout=0.1)
+    for head_dim in (128, 64, 256)
+    for case in _tokens_16384("bf16", head_dim, (4096,))
+)
+ATTENTION_DROPOUT_BWD = tuple(replace(case, backward=True) for case in ATTENTION_DROPOUT_FWD)
 
 # Wide floats, and float32 where products may have the precision of TF32.
 ATTENTION_FLOAT_FWD = (

@@ -25,6 +25,8 @@ DTYPES = {
     "fp64": np.dtype(np.float64),
 }
 Qkv = tuple[Any, Any, Any]
+#: Of dropout in this package.
+SEED = 2024
 
 
 class UnavailableError(Exception):
@@ -179,7 +181,13 @@ def fa_cupy(case: Dense, qkv: Qkv) -> Call:
     wait = _same if isinstance(q, np.ndarray) else None
     window = (case.window - 1, 0) if case.window else None
     options = {"is_causal": case.causal, "window": window, "precision": case.precision or None}
+    options |= dropped(case)
     return Call(lambda: attention(q, k, v, **options), _same, wait)
+
+
+def dropped(case: Dense) -> dict[str, Any]:
+    """What this package is told of a case with dropout; nothing of others."""
+    return {"dropout": case.dropout, "seed": SEED} if case.dropout else {}
 
 
 def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
@@ -201,7 +209,10 @@ def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
 
         def run() -> Any:
             with attention.sdpa_kernel(chosen):
-                return sdpa(q, k, v, is_causal=case.causal, enable_gqa=bool(case.kv_heads))
+                return sdpa(
+                    q, k, v, dropout_p=case.dropout, is_causal=case.causal,
+                    enable_gqa=bool(case.kv_heads),
+                )  # fmt: skip
 
         return Call(run, from_torch, _same if on_cpu else None)
 

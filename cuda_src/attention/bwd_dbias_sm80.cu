@@ -190,6 +190,19 @@ FA_DEVICE void products_to_weights(const DbiasParams& params, const PairStep& st
   }
 }
 
+// dP of weights that dropout keeps, scaled as these are, and 0 of others.
+FA_DEVICE void drop_gradients(const DbiasParams& params, const PairStep& step,
+                              float (&dp)[kMmaM][kMmaN][4]) {
+#if FA_DROPOUT
+  const DropoutParams& p = params.common.dropout;
+  uint32 kept[kMmaM][2];
+  make_kept_bits<kOwnCols>(p, dropout_entry(p, step.entry),
+                           step.query_tile * kTileM + warp_row() + tid_x_again() % 32 / 4,
+                           step.key_tile * kTileN + warp_col(), kept);
+  scale_kept(dp, kept, p.factor);
+#endif
+}
+
 // Adds P (dP - delta) of the pairs that are not hidden.
 FA_DEVICE void add_step(float (&sums)[kMmaM][kMmaN][4], const float (&weights)[kMmaM][kMmaN][4],
                         const float (&dp)[kMmaM][kMmaN][4], const OwnRows& rows) {
@@ -306,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     __syncthreads();  // nobody reads dO and V any more
     if (next.index < own.end) load_dout_v(params, shared, next, step);
     cp_async_commit_group();
+    if constexpr (kDropout) drop_gradients(params, step, dp);
     add_step(sums, weights, dp, rows);
   }
 

@@ -173,6 +173,18 @@ FA_DEVICE void gemm_scores(Scores& d, const uint16* keys, uint32 tile) {
       tile + b_lane<QueryTile>(score_col()));
 }
 
+// dP^T of weights that dropout keeps, scaled as these are, and 0 of others.
+FA_DEVICE void drop_gradients(const BackwardParams& params, const WorkTile& work,
+                              const QueryTileStep& step, Scores& dp, uint32 (&kept)[kMmaM][2],
+                              int own, int other) {
+#if FA_DROPOUT
+  const DropoutParams& p = params.common.dropout;
+  const DropoutEntry entry = dropout_entry(p, work.entry * params.group + step.head);
+  make_kept_bits_of_keys<kMmaN>(p, entry, own, other, kept);
+  scale_kept(dp, kept, p.factor);
+#endif
+}
+
 // rows[4 j] has LSE and delta of the two queries of this thread's scores s[i][j].
 FA_DEVICE void subtract_delta(Scores& dp, const float4* rows) {
 #pragma unroll
@@ -268,7 +280,7 @@ FA_DEVICE void write_dk_dv(const BackwardParams& params, SharedStorage& shared,
   const int rows = p.k_len - work.first_key;
   write_gradient<kBf16, KeyTile, kSumCols>(k_tile, dk, sum_row(), sum_pair(), rows, p.scale,
                                            nonfinite_probe);
-  write_gradient<kBf16, KeyTile, kSumCols>(v_tile, dv, sum_row(), sum_pair(), rows, 1.0f,
+  write_gradient<kBf16, KeyTile, kSumCols>(v_tile, dv, sum_row(), sum_pair(), rows, kept_factor(p),
                                            nonfinite_probe);
   if (nonfinite_probe.found()) {
     flag_nonfinite_keys(params.nonfinite_flags, p, params.entries * params.group, work.entry,
@@ -338,9 +350,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     gemm_scores(dp, shared.v, dout_tile);  // dP^T = V dO^T
     const int lane = tid_x_again() % 32;
     const float4* rows = &shared.lse_delta[q_stage][score_col() / 2 + lane % 4];
-    subtract_delta(dp, rows);
     const int own = work.first_key + score_row() + lane / 4;
     const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
+    uint32 kept[kMmaM][2];
+    if constexpr (kDropout) drop_gradients(params, work, step, dp, kept, own, other);
+    subtract_delta(dp, rows);
     const int64 bias_offset =
         kScoreMod ? batch_offsets(params.common, work.entry * params.group + step.head).bias : 0;
     if (kStageBias && has_aligned_rows(params.common, bias_offset)) {
@@ -351,6 +365,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const bool in_band = step.tile >= work.tiles.full_begin && step.tile < work.tiles.full_end;
     mask_scores<true, kSparse>(params, params.common, s, in_band, words_index, own, other);
     compute_p_ds(s, dp, rows, params.common);  // P^T = exp(S^T - LSE), dS^T = P^T (dP^T - delta)
+    if constexpr (kDropout) drop_by_bits(s, kept);
 
     uint32 weights[kMmaM][kMmaN][2], ds[kMmaM][kMmaN][2];
     round_weights<kBf16>(s, weights);

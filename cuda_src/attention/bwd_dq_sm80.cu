@@ -48,6 +48,9 @@ struct WorkTile {
   KeyTiles tiles;  // that a query sees
   const uint16 *k, *v;
   int64 mask_row;
+#if FA_DROPOUT
+  DropoutEntry dropout;
+#endif
 };
 
 FA_DEVICE WorkTile find_work(const BackwardParams& params) {
@@ -61,6 +64,9 @@ FA_DEVICE WorkTile find_work(const BackwardParams& params) {
   work.k = entry_start(params, params.k, work.entry);
   work.v = entry_start(params, params.v, work.entry);
   work.mask_row = 0;
+#if FA_DROPOUT
+  work.dropout = dropout_entry(p.dropout, work.entry);
+#endif
   if constexpr (kSparse) {
     work.mask_row = table_row(params.mask, work.entry, work.first_query / kMaskBlock);
   }
@@ -137,6 +143,18 @@ using Scores = float[kMmaM][kMmaN][4];
 FA_DEVICE void gemm_scores(Scores& d, const uint16* rows, uint32 tile) {
   multiply_rows<kBf16, QueryTile, KeyTile, kDim / 16>(
       d, cvta_to_shared(rows) + a_lane<QueryTile>(warp_row()), tile + b_lane<KeyTile>(0));
+}
+
+// dP of weights that dropout keeps, scaled as these are, and 0 of others.
+FA_DEVICE void drop_gradients(const BackwardParams& params, const WorkTile& work, Scores& dp,
+                              int tile) {
+#if FA_DROPOUT
+  const DropoutParams& p = params.common.dropout;
+  uint32 kept[kMmaM][2];
+  make_kept_bits<kTileN>(p, work.dropout, work.first_query + warp_row() + tid_x_again() % 32 / 4,
+                         tile * kTileN, kept);
+  scale_kept(dp, kept, p.factor);
+#endif
 }
 
 FA_DEVICE void subtract_delta(Scores& dp, const float (&delta)[kMmaM][2]) {
@@ -235,6 +253,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const uint32 k_tile = stage_of(shared.k[0], k_stage);
     gemm_scores(s, shared.q, k_tile);                              // S = Q K^T
     gemm_scores(dp, shared.dout, stage_of(shared.v[0], v_stage));  // dP = dO V^T
+    if constexpr (kDropout) drop_gradients(params, work, dp, tile);
     subtract_delta(dp, delta);
     const bool in_band = tile >= work.tiles.full_begin && tile < work.tiles.full_end;
     mod_and_mask_scores(params, work, s, dp, tile, in_band, words_index);

@@ -220,6 +220,9 @@ struct PairTile {
   BatchOffsets at;  // of the bias
   LseDelta lse_delta;
   MaskBlockView mask;
+#if FA_DROPOUT
+  DropoutEntry dropout;
+#endif
 };
 
 // Makes weights of the products of 64 x 64 pairs, where they stand, or adds them to this thread's
@@ -247,6 +250,15 @@ FA_DEVICE void compute_weights(const AttentionParams& p, SharedStorage& shared,
         continue;
       }
       x = pairs.lse_delta.weight(lse, query, score.score, p.exp2_scale);
+#if FA_DROPOUT
+      const bool kept = is_kept(p.dropout, pairs.dropout, query, key);
+      if (pairs.kind == kTaskDv) {
+        is_visible = is_visible && kept;
+        x *= p.dropout.factor;
+      } else {
+        shared.rows[row][col] = kept ? shared.rows[row][col] * p.dropout.factor : 0.0f;
+      }
+#endif
       if (pairs.kind != kTaskDv) {
         x *= (shared.rows[row][col] - pairs.lse_delta.delta(query)) * score.slope;
       }
@@ -315,6 +327,9 @@ FA_DEVICE void recompute_rows(const NonfiniteParams& params, SharedStorage& shar
     const RowsView v = rows_view(params, params.v, entry, p.k_len);
     const RowsView dout = rows_view(params, params.dout, entry, p.q_len);
     PairTile pairs = {kind, own, 0, batch_offsets(p, entry), lse_delta_of(params, entry), {}};
+#if FA_DROPOUT
+    pairs.dropout = dropout_entry(p.dropout, entry);
+#endif
 #pragma unroll 1
     for (int tile = other_range.begin; tile < other_range.end; ++tile) {
       const int other = pairs.other = tile * kTile;

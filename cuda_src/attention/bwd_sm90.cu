@@ -241,6 +241,49 @@ FA_DEVICE void mask_scores(Scores& x, Consumer c, int countdown, const uint32 (&
   }
 }
 
+// ----------------------------------------------------------------------------------------- dropout
+// Makes the words of a tile's decisions, each thread one, which all threads of the warpgroup read.
+// A counter decides on keys of all four warps: so none makes what another one has made.  Word
+// (t, l, j) has the queries 8 j + 2 l and the next one in its halves, and in each the keys whose
+// number modulo 8 is 2 t or 2 t + 1 (common/dropout.cuh).  Of its words (t, l) a thread reads all.
+FA_DEVICE void make_kept_words(Consumer c, const QueryTile& tile, int countdown) {
+#if FA_DROPOUT
+  const int place = thread_in_group(), q_stage = tile.q_pipe.index();
+  const int query = (kSparse ? c.shared.tile_info[q_stage].tile : band_tile(c, countdown)) * kTileM;
+  const int pair = place % kMmaM * 4 + place / kMmaM % 4;
+  const uint32 word =
+      kept_bits<1, 1>(c.params.common.dropout, c.shared.dropout_entry[q_stage], query + 2 * pair,
+                      (c.work.tile * kTileN + 64 * c.group) / kDropoutGroup, place / (4 * kMmaM));
+  bar_sync(1 + c.group, 128);  // all have read the words of the tile before
+  c.shared.kept[c.group][place] = word;
+#endif
+}
+
+// The decisions on this thread's pairs, of two keys and kTileM / 4 queries: that on element e of
+// score j is bit 4 j + e.
+FA_DEVICE uint32 read_kept_words(Consumer c) {
+#if FA_DROPOUT
+  static_assert(kMmaM == 8, "a word has a thread's pairs");
+  const int lane = lane_in_warp();
+  const uint32 from = cvta_to_shared(&c.shared.kept[c.group][(lane / 8 * 4 + lane % 4) * kMmaM]);
+  // Of a word this thread's first key is bit first_bit of each half, and its other one two further.
+  const int first_bit = warp_row() / 4 + lane / 4 % 2;
+  uint32 bits[2] = {0, 0};
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    uint32 four[4];
+    ld_shared_v4_b32(four, from + 16 * j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits[j] |= (four[i] >> first_bit & 0x50005u) << 4 * i;
+  }
+  const uint32 even = (bits[0] & 0xFFFFu) | bits[1] << 16,
+               odd = bits[0] >> 16 | (bits[1] & 0xFFFF0000u);
+  return even | odd << 1;
+#else
+  return 0;
+#endif
+}
+
 // ----------------------------------------------------------------------------------------- softmax
 // LSE or delta of this lane's queries, a pair for each j; `from` points to the first pair.  The
 // first kPrefetchedLse pairs are loaded before the scores have been computed.
@@ -364,6 +407,35 @@ FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetc
   }
 }
 
+// dS^T of a tile with dropout, divided by the factor of what is kept.  Of weights that are kept it
+// is P^T o (dP^T - delta / factor), of others -P^T o delta / factor.  P^T loses the latter, in its
+// registers or in 16 bits.  What is not finite in dP^T of a dropped pair makes NaN, whose rows are
+// computed again.
+FA_DEVICE void compute_ds_with_dropout(Scores& dp, Scores& p, Rounded& pairs, Consumer c,
+                                       const Prefetched& prefetched, const float* delta) {
+  const float inverse = inverse_kept_factor(c.params.common);
+  const uint32 kept = read_kept_words(c);
+#pragma unroll
+  for (int j = 0; j < kMmaM; ++j) {
+    const float2 row = row_pair(prefetched, delta, j);
+    const float negated[2] = {row.x * -inverse, row.y * -inverse};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float weight = p[j][e];
+      const float of_kept = (kept >> (4 * j + e) & 1) != 0 ? weight : 0.0f;
+      dp[j][e] = fmaf(of_kept, dp[j][e], weight * negated[e % 2]);
+      if constexpr (!kHasSlope) p[j][e] = of_kept;
+    }
+    if constexpr (kHasSlope) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32 two = kept >> (4 * j + 2 * h) & 3;
+        pairs[j][h] &= (two % 2 | two / 2 << 16) * 0xFFFFu;
+      }
+    }
+  }
+}
+
 // P^T and dS^T of a tile, in the registers of S^T and dP^T; with kHasSlope P^T in 16 bits instead.
 // When it is called, the products S^T and dP^T are in flight, and kLater groups after them, which
 // it leaves in flight.
@@ -399,8 +471,14 @@ FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer 
     compute_p(s, c, prefetched, &rows->x, countdown, visible_bits, needs_mask);
   }
   prefetch_rows(prefetched, &rows->z);
-  wgmma_wait_group<kLater>();  // dP^T
-  compute_ds(dp, s, c, prefetched, &rows->z, countdown, visible_bits, needs_mask);
+  if constexpr (kDropout) bar_sync(1 + c.group, 128);  // its words are there
+  wgmma_wait_group<kLater>();                          // dP^T
+  if constexpr (kDropout) {
+    if (needs_mask) mask_scores(dp, c, countdown, visible_bits, 0.0f);
+    compute_ds_with_dropout(dp, s, pairs, c, prefetched, &rows->z);
+  } else {
+    compute_ds(dp, s, c, prefetched, &rows->z, countdown, visible_bits, needs_mask);
+  }
 }
 
 FA_DEVICE void round_scores(Rounded& pairs, const Scores& x) {
@@ -510,8 +588,10 @@ FA_DEVICE void write_dkdv(const KvSums& sums, Consumer c, const uint32& tiles, i
 // Stores dV and dK of a work tile.
 FA_DEVICE void epilogue(const KvSums& dv, const KvSums& dk, Consumer c, const uint32& tiles) {
   NonfiniteProbe nonfinite_probe;
-  write_dkdv(dv, c, tiles, 0, 1.0f, c.work.has_no_query, nonfinite_probe);
-  write_dkdv(dk, c, tiles, 1, c.params.common.scale, c.work.has_no_query, nonfinite_probe);
+  write_dkdv(dv, c, tiles, 0, kept_factor(c.params.common), c.work.has_no_query, nonfinite_probe);
+  // dS is divided by the factor with dropout.
+  const float scale = c.params.common.scale * kept_factor(c.params.common);
+  write_dkdv(dk, c, tiles, 1, scale, c.work.has_no_query, nonfinite_probe);
   if (nonfinite_probe.found())
     flag_nonfinite_keys_64(c.params, c.work, c.work.tile * kTileN + 64 * c.group);
 }
@@ -531,6 +611,7 @@ FA_DEVICE void first_tile(Scores& s, Scores& dp, Rounded& p, Consumer c, uint32 
   prefetch_operands(operands, c, tile, countdown);
   if constexpr (!kSparse) needs_mask = crosses_band(c, band_tile(c, countdown));
   prefetch_intervals(visible_bits, c, countdown, needs_mask);
+  if constexpr (kDropout) make_kept_words(c, tile, countdown);
   wait_for_dout(c, tile);
   gemm_dp(dp, c, tile.dout);
   wgmma_commit_group();
@@ -680,6 +761,7 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     prefetch_intervals(visible_bits, c, countdown, needs_mask);
     wgmma_wait_group<2>();  // dV
     release_dout(c, tile);
+    if constexpr (kDropout) make_kept_words(c, next, countdown);
     wgmma_wait_group<1>();  // dQ
     release_ds(c, tiles);
     Operands operands;

@@ -72,6 +72,11 @@ static_assert(kQStages > 1 || !kDeferDk, "the next tile is waited for early");
 static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
 static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
 
+// Words of the decisions of dropout on 64 keys and a tile of queries.
+constexpr int kKeptWords = 64 * kTileM / 32;
+static_assert(!kDropout || kKeptWords == 128, "each thread of a warpgroup makes one");
+static_assert(!kDropout || kDeferDk, "words are made in one of the schedules");
+
 constexpr int kKTileBytes = kTileN * 128 * kBlocks, kQTileBytes = kTileM * 128 * kBlocks;
 constexpr int kDqTileFloats = dq_tile_floats(kDqTileM);
 constexpr int kStagingBytes = kDqTileFloats * 4;
@@ -110,6 +115,10 @@ struct SharedStorage : BiasStorage<kStageBias> {
   MaskCursor cursors[kCursors];
   int64
       operands_offset[kHasOperands ? kQStages : 1];  // of the entry of the tile in each stage of Q
+#if FA_DROPOUT
+  alignas(16) uint32 kept[kGroups][kKeptWords];  // decisions on the next tile (make_kept_words)
+  DropoutEntry dropout_entry[kQStages];          // of the tile in each stage of Q
+#endif
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 

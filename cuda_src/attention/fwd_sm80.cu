@@ -64,6 +64,9 @@ struct SharedStorage : BiasStorage<kStageBias> {
   uint16 v[kStages][kTileN * kDim];
   TileWork work;
   KeyTiles tiles;
+#if FA_DROPOUT
+  DropoutEntry dropout;
+#endif
 };
 struct SparseStorage : SharedStorage {  // only with a mask
   ListedRange listed;
@@ -99,6 +102,9 @@ FA_DEVICE void write_empty_rows(const AttentionParams& params, const TileWork& w
 // memory and are read there at each use: registers are short in the loop.
 FA_DEVICE void find_work(const AttentionParams& params, SparseStorage& shared) {
   shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
+#if FA_DROPOUT
+  shared.dropout = dropout_entry(params.dropout, shared.work.batch);
+#endif
   shared.tiles =
       key_tiles(params, shared.work.q_begin, shared.work.q_begin + shared.work.q_rows - 1, kTileN);
   if constexpr (kSparse) {
@@ -329,17 +335,33 @@ FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
                     key * kTileN + 2 * (lane % 4));
 }
 
+// Makes 0 of the weights that are dropped; `key` is the tile's number among all key tiles.
+FA_DEVICE void drop_weights(const AttentionParams& params, const SparseStorage& shared,
+                            float (&s)[kMmaM][kMmaN][4], int key) {
+#if FA_DROPOUT
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+  uint32 kept[kMmaM][2];
+  make_kept_bits<kTileN>(params.dropout, shared.dropout,
+                         shared.work.q_begin + warp * kWarpRows + lane / 4, key * kTileN, kept);
+  drop_by_bits(s, kept);
+#endif
+}
+
 // ---------------------------------------------------------------------------------------- epilogue
 // Divides O by the sums of its rows and rounds it.  Each warp turns its own rows of the Q tile,
 // which no other warp reads, into output rows.
-FA_DEVICE void normalize_o(uint32 q_tile, const OnlineSoftmax<kMmaM>& softmax,
-                           const float (&o)[kMmaM][kMmaV][4], int warp, int lane) {
+FA_DEVICE void normalize_o(const AttentionParams& params, uint32 q_tile,
+                           const OnlineSoftmax<kMmaM>& softmax, const float (&o)[kMmaM][kMmaV][4],
+                           int warp, int lane) {
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float inverse = inverse_sum(softmax.row_sum[i][h]);
+      float inverse = inverse_sum(softmax.row_sum[i][h]);
+#if FA_DROPOUT
+      inverse *= params.dropout.factor;
+#endif
       const int row = warp * kWarpRows + 16 * i + 8 * h + lane / 4;
 #pragma unroll
       for (int j = 0; j < kMmaV; ++j) {
@@ -412,6 +434,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     float correction[kMmaM][2];
     if (softmax.update_max(s, correction, softmax_scale(params))) rescale_o(o, correction);
     softmax.exponentiate<false>(s, softmax_scale(params));
+    if constexpr (kDropout) drop_weights(params, shared, s, key);
     uint32 p[kMmaM][kMmaN][2];
     round_weights<kBf16>(s, p);
     if constexpr (kSparse) {  // here and not before, or sm_80 runs out of registers
@@ -435,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const bool any_recompute =
       find_rows_to_recompute<kSparse>(params, work, softmax, o, first_row, recompute_lanes);
   cp_async_wait_group<0>();
-  normalize_o(q_tile, softmax, o, warp, lane);
+  normalize_o(params, q_tile, softmax, o, warp, lane);
   uint16* out = static_cast<uint16*>(params.out) + work.at.out +
                 static_cast<int64>(work.q_begin) * params.out_row;
   store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,

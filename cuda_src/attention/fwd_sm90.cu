@@ -130,6 +130,9 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
 #if FA_LENGTHS
     work.band = band;
 #endif
+#if FA_DROPOUT
+    work.dropout = dropout_entry(p.dropout, work.entry);
+#endif
 #if FA_PAGES
     work.has_invalid_page = 0;
 #endif
@@ -727,12 +730,32 @@ FA_DEVICE void reload_scores(const Consumer& c, const Pipelines& at, const Group
   if constexpr (kSparse) mask.listed = reload_mask_words(p, work, own.tile, mask.visible_bits);
 }
 
+// Which weights of a tile are kept, as words of a mask.  With kDropsEarly made while its products
+// are computed: ptxas would move this behind the wait for them, were it not for a wait for V that
+// follows.
+template <int kCols>
+FA_DEVICE void make_kept_bits(const Consumer& c, const Pipelines& at, const GroupWork& own,
+                              uint32 (&kept)[1][2]) {
+#if FA_DROPOUT
+  int key_tile = key_tile_at(c.shared.work[at.work.index()], own.tile);
+#if FA_SPARSE
+  key_tile = c.shared.tile[at.k.index()] / 2;
+#endif
+  make_kept_bits<kCols>(c.params.common.dropout, c.shared.work[at.work.index()].dropout,
+                        lane_row(c, at, own), key_tile * kTileN, kept);
+  if constexpr (kDropsEarly) {
+    for (uint32& word : kept[0]) word = opaque(word);
+  }
+#endif
+}
+
 // Waits for the scores of a tile, turns them into its weights and, where a row_max has moved,
 // rescales O.
 template <bool kFirst, int kCols>
 FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
                             OnlineSoftmax<1>& softmax, bool& steady_scores, Scores& s,
-                            Weights& weights, Output& o, const uint32& q_tile) {
+                            Weights& weights, Output& o, const uint32& q_tile,
+                            uint32 (&kept)[1][2]) {
   const AttentionParams& p = c.params.common;
   auto& s_tile = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
   auto& p_tile = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
@@ -753,6 +776,7 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   }
   OperandTile<false, kCols / 8> operands;
   prefetch_operands<kFirst>(c, at, own, operands, key_tile);
+  if constexpr (kDropout && (kFirst || !kDropsEarly)) make_kept_bits<kCols>(c, at, own, kept);
   finish_gemm_qk<kFirst>(c, at);
   if constexpr (!kOverlapSoftmaxPv) release_v<kFirst>(c, at);
   if constexpr (!kScoreMod) mod_and_mask_scores<kCols>(c, at, own, mask, s_tile, steady_scores);
@@ -785,6 +809,7 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   if (moved) {
     rescale_o(o, correction);
   }
+  if constexpr (kDropout) drop_by_bits(s_tile, kept);
   round_weights<kBf16>(s_tile, p_tile);
   if constexpr (kReadBiasLate) {
     // Either all lanes have read the stage, or none has: then copies to it may still be under way.
@@ -849,7 +874,10 @@ FA_DEVICE void write_lse(const Consumer& c, const Pipelines& at, const OnlineSof
 // output of row h is not finite.
 FA_DEVICE void write_output(const Consumer& c, const OnlineSoftmax<1>& softmax, const Output& o,
                             uint32 out_tile, uint32 (&nonfinite_probe)[2][2]) {
-  const float inverse[2] = {inverse_sum(softmax.row_sum[0][0]), inverse_sum(softmax.row_sum[0][1])};
+  float inverse[2] = {inverse_sum(softmax.row_sum[0][0]), inverse_sum(softmax.row_sum[0][1])};
+#if FA_DROPOUT
+  for (float& x : inverse) x *= c.params.common.dropout.factor;
+#endif
   uint32 out[kMmaV][2];
 #pragma unroll
   for (int j = 0; j < kMmaV; ++j) {
@@ -988,11 +1016,13 @@ FA_DEVICE void fwd_step(const Consumer& c, Pipelines& at, GroupWork& own, Online
   warp_scheduler_sync(c);
   wgmma_fence();
   gemm_qk<kCols>(s, q, q_tile, cvta_to_shared(c.shared.k[at.k.index()]));
+  uint32 kept[1][2];
+  if constexpr (kDropsEarly) make_kept_bits<kCols>(c, at, own, kept);
   wait(c.shared.v_full[at.v.index()], at.v.parity());
   wgmma_fence();
   gemm_pv<kTileN>(o, weights, cvta_to_shared(c.shared.v[at.v.index()]));
   if constexpr (!kExclusiveMma) warp_scheduler_arrive(c);
-  softmax_step<false, kCols>(c, at, own, softmax, steady_scores, s, weights, o, q_tile);
+  softmax_step<false, kCols>(c, at, own, softmax, steady_scores, s, weights, o, q_tile, kept);
 }
 
 // Puts zeros in place of values behind the last key of a batch entry, in the tile that has the end:
@@ -1062,7 +1092,8 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     // Whether the last tile whose largest scores were looked for left row_max where it was, and had
     // only scores near 0.
     bool steady_scores = true;
-    softmax_step<true, kTileN>(c, at, own, softmax, steady_scores, s, weights, o, q_tile);
+    uint32 kept[1][2];
+    softmax_step<true, kTileN>(c, at, own, softmax, steady_scores, s, weights, o, q_tile, kept);
 #pragma unroll 1
     while (own.tile < own.keys.end - (own.half_last_tile ? 1 : 0)) {
       fwd_step<kTileN>(c, at, own, softmax, steady_scores, s, weights, o, q, q_tile);

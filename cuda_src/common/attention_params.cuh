@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/block_lists.cuh"
+#include "cuda_src/common/dropout.cuh"
 #include "cuda_src/common/key_lengths.cuh"
 #include "cuda_src/common/row_intervals.cuh"
 
@@ -67,10 +68,29 @@ struct AttentionParams {
   int sinks_kind;   // a FloatKind
   int score_heads;  // how many values h has in an expression: entry = b * score_heads + h
   ScoreArray score_arrays[kMaxScoreArrays];
+#if FA_DROPOUT
+  DropoutParams dropout;
+#endif
 };
 
 static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,
               "fa_cupy/gpu/kernels/attention/attention_params.py holds the same struct");
+
+// What dropout multiplies the weights by that it keeps.
+FA_DEVICE float kept_factor(const AttentionParams& p) {
+#if FA_DROPOUT
+  return p.dropout.factor;
+#else
+  return 1.0f;
+#endif
+}
+FA_DEVICE float inverse_kept_factor(const AttentionParams& p) {
+#if FA_DROPOUT
+  return p.dropout.inverse_factor;
+#else
+  return 1.0f;
+#endif
+}
 
 enum FloatKind : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 

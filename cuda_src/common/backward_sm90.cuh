@@ -383,6 +383,9 @@ FA_DEVICE void load_q_tile(const BwdSm90Params& params, Shared& shared, const Kv
   if constexpr (kSparse) shared.tile_info[at] = tile_info;
   if constexpr (kHasOperands)
     shared.operands_offset[at] = operands_offset(params.common, work.coordinate, step.head);
+#if FA_DROPOUT
+  shared.dropout_entry[at] = dropout_entry(params.common.dropout, work.entry + step.head);
+#endif
   const uint32 full = cvta_to_shared(&shared.q_full[at]);
   mbarrier_arrive_expect_tx(full, LoadPolicy::kQBytes + sizeof(shared.lse_delta[0]));
   load_rows<LoadPolicy::kTileM, LoadPolicy::kBlocks>(shared.q[at], params.q_map, full,

@@ -136,11 +136,18 @@ FA_DEVICE void recompute_row_f32(const AttentionParams& p, const BatchOffsets& o
                                  float row_sum, float (&acc)[kCols]) {
   // Weights are normalised before they meet the values: where values are near the end of the range
   // only their sum weighted by more than 1 in all was infinite.
-  const float inverse = inverse_sum(row_sum);
+  float inverse = inverse_sum(row_sum);
+#if FA_DROPOUT
+  inverse *= p.dropout.factor;
+  const DropoutEntry entry = dropout_entry(p.dropout, batch);
+#endif
   for_each_key<kMasked>(p, keys, batch, row, [&](int key) {
     const float score =
         score_from_product(p, offsets, dot_qk<kBf16, float>(p, offsets, keys, row, key), row, key);
     if (score == -FA_INFINITY) return true;
+#if FA_DROPOUT
+    if (!is_kept(p.dropout, entry, row, key)) return true;
+#endif
     const float weight = ex2_approx_ftz(fmaf(score, p.exp2_scale, -row_max));
     add_weighted_value<kBf16>(p, keys, key,
                               inverse * rounded<kBf16, typename Keys::Element>(weight), acc);
@@ -162,6 +169,11 @@ FA_DEVICE float recompute_row_f64(const AttentionParams& p, const BatchOffsets& 
   double acc[kCols], row_sum = 0.0, row_max = -FA_INFINITY;
 #pragma unroll
   for (double& x : acc) x = 0.0;
+  float factor = 1.0f;  // of what dropout keeps
+#if FA_DROPOUT
+  const DropoutEntry entry = dropout_entry(p.dropout, batch);
+  factor = p.dropout.factor;
+#endif
   const double sink = load_sink(p, batch, row);
   if (sink != -FA_INFINITY) {
     row_max = sink;
@@ -184,12 +196,16 @@ FA_DEVICE float recompute_row_f64(const AttentionParams& p, const BatchOffsets& 
     }
     const double weight = exp_of_difference(score - row_max);
     row_sum += weight;
+#if FA_DROPOUT
+    if (!is_kept(p.dropout, entry, row, key)) return true;
+#endif
     add_weighted_value<kBf16>(p, keys, key, weight, acc);
     return true;
   });
   const float total_sum = static_cast<float>(row_sum);
 #pragma unroll
-  for (int i = 0; i < kCols; ++i) out[i] = static_cast<float>(acc[i] * inverse_sum(total_sum));
+  for (int i = 0; i < kCols; ++i)
+    out[i] = static_cast<float>(acc[i] * (factor * inverse_sum(total_sum)));
   if (total_sum == 0.0f) return -FA_INFINITY;
   const double lse = row_max + kLn2 * lg2_approx_ftz(total_sum);
   // An infinite one would say that the row has seen no key.

@@ -18,6 +18,7 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import broadcasting, checks
 from fa_cupy.core.broadcasting import View as View  # for the backends
+from fa_cupy.dropout.arguments import Dropout
 from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import KeyLayout, Pages
 from fa_cupy.keys.offsets import Offsets
@@ -74,6 +75,7 @@ class Problem:
     pages: Pages | None = None
     band_from_end: bool = False  # whether the band is that of entries with all k_len keys
     offsets: Offsets | None = None
+    dropout: Dropout | None = None
 
 
 def attention_problem(
@@ -81,7 +83,7 @@ def attention_problem(
     scale: Any = None, is_causal: Any = False, causal_align: Any = None, window: Any = None,
     softcap: Any = 0.0, sinks: Any = None, precision: Any = None, score: Operands | None = None,
     k_lengths: Any = None, page_table: Any = None, q_offsets: Any = None, k_offsets: Any = None,
-    out: Any = None,
+    dropout: Dropout | None = None, out: Any = None,
     name: str = "attention", args: Sequence[str] = ARGS, grouped: bool = True,
 ) -> Problem:  # fmt: skip
     """Check the arguments of an attention call and bring them into canonical form.
@@ -98,6 +100,8 @@ def attention_problem(
     k_lengths, page_table, q_offsets, k_offsets : numpy.ndarray or cupy.ndarray, or None
         As in `fa_cupy.attention`; their numbers are not read, but for the lengths of sequences with
         offsets on the host, which indices of a score stay in.
+    dropout : Dropout or None
+        From the arguments `dropout` and `seed`.
     name : str
         The public function that errors speak of.
     args : sequence of str
@@ -157,6 +161,7 @@ def attention_problem(
         softcap=checks.finite(name, "softcap", softcap, minimum=0.0),
         precision=checks.precision(name, precision, dtype),
         score=_bound(name, score, user_batch, lengths, q_offsets, k_offsets) if score else None,
+        dropout=dropout and dropout.packed(q_offsets),
         **places,
     )
     if out is not None:
@@ -342,10 +347,8 @@ def named_parts(name: str, outs: Any, lses: Any) -> dict[str, Any]:
     return named
 
 
-def torch_options(name: str, attn_mask: Any, dropout_p: float, is_causal: Any) -> None:
-    """Raise for options of PyTorch's function that there are not, or not together."""
-    if dropout_p != 0.0:
-        raise ValueError(f"{name}: dropout_p is {dropout_p}, want 0.0 (there is no dropout)")
+def torch_options(name: str, attn_mask: Any, is_causal: Any) -> None:
+    """Raise for options of PyTorch's function that there are not together."""
     if attn_mask is not None and checks.flag(name, "is_causal", is_causal):
         raise ValueError(f"{name}: is_causal is True and attn_mask is given, want one of them")
 

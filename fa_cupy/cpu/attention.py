@@ -30,6 +30,7 @@ from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.packed.sequences import SequenceTasks
 from fa_cupy.cpu.short_entries import Group, ShortEntries
 from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.dropout.decisions import TileDropout
 from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.program import entries as score_entries
@@ -317,7 +318,8 @@ class _Tasks:
         self._layout = batching.Layout(self._views, self._most)
         self._packed: dict[int, View] = {}
         # A view of pages is right in the first one only, and cannot be copied as a whole.
-        plain = mask is None and problem.score is None and problem.pages is None
+        self._numbered = problem.score is not None or problem.dropout is not None
+        plain = mask is None and not self._numbered and problem.pages is None
         if self._layout.count >= _MOST_PARTS and plain:
             self._packed = self._pack()
         scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
@@ -418,7 +420,7 @@ class _Tasks:
         places: tuple[Array, ...] = ()
         if bits is not None:
             arrays = (*arrays[:4], bits.entries[..., None, None], *arrays[5:])
-        if score is not None:
+        if self._numbered:
             b, h = score_entries(np, self.problem.out_shape[:-2])
             places = b if entry is None else b + entry.first, h
             views = [attention_problem.batch_view(self.problem, x, 1, 1) for x in places]
@@ -426,6 +428,7 @@ class _Tasks:
         found = []
         stacks = layout.stacks(np, (*arrays, *places))
         by_pairs: dict[int, Pairs | None] = {}
+        dropout = self.problem.dropout
         if bits is not None and self.problem.k_len:
             stacks = mask_rows.of_one_matrix(bits, stacks)
         for x in stacks:
@@ -434,9 +437,9 @@ class _Tasks:
                 x[4] = single.MatrixMask(x[4], self._height, self.problem.k_len)
             if bits is not None and self.problem.k_len:
                 matrix = int(x[4][0, 0, 0])
-                if matrix not in by_pairs:
+                if matrix not in by_pairs and dropout is None:  # which is one of tiles
                     by_pairs[matrix] = Pairs.of(self.problem, bits, matrix, arrays[3])
-                pairs = by_pairs[matrix]
+                pairs = by_pairs.get(matrix)
                 x[4] = MaskTiles(
                     bits,
                     x[4][:, 0, 0],
@@ -448,7 +451,8 @@ class _Tasks:
             if entry is not None and entry.source is not None:
                 x[1:3] = entry.source.rows(x[1], x[2], self._in_place)
             made = None if score is None else TileScore(np, score, x[8], x[9], self._dtype)
-            operands = tiled_attention.Operands(*x[:8], score=made)
+            dropped = None if dropout is None else TileDropout(dropout, x[8], x[9])
+            operands = tiled_attention.Operands(*x[:8], score=made, dropout=dropped)
             found.append(_Stack(operands, self._dtype, len(self._rows), pairs))
         return found
 

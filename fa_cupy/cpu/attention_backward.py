@@ -22,6 +22,7 @@ from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
 from fa_cupy.cpu.packed.groups import Group, grouped
 from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.dropout.decisions import TileDropout
 from fa_cupy.keys import entries as key_parts
 from fa_cupy.keys import sequences
 from fa_cupy.keys.layout import KeyArrays
@@ -252,7 +253,8 @@ class _PlanOfParts:
             return sequences.by_parts(
                 backend, self.problem, inputs, results, self.need, sinks, score, found, own
             )
-        plain = score is None and (inputs[4] is None or isinstance(inputs[4], np.ndarray))
+        plain = score is None and self.problem.dropout is None
+        plain = plain and (inputs[4] is None or isinstance(inputs[4], np.ndarray))
         # What entries of a group share would be summed over queries that are no sequence's.
         together = plain and not {"bias", "sinks"} & {*self.need}
         group = partial(self._groups, inputs, results, sinks) if together else None
@@ -329,7 +331,8 @@ class _PlanOfParts:
         score: ScoreOperands | None,
     ) -> dict[str, Array]:
         given, mask = (*inputs,), inputs[4]
-        if isinstance(mask, BitMask):  # its plan depends on the blocks that it shows
+        # The plan of a BitMask depends on the blocks that it shows, dropout on the sequence.
+        if isinstance(mask, BitMask) or self.problem.dropout is not None:
             plan = _planned(problem(), given, (*results,), need, sinks, score)
         else:
             laid = None if mask is None else (mask.shape, mask.strides)
@@ -436,7 +439,7 @@ def _is_plain(problem: attention_problem.Problem, tile: tile_sizes.Tile, columns
         return False
     if columns != 1 or problem.q_len > tile.tile_m or not problem.head_dim * problem.v_dim:
         return False
-    if problem.score is not None or problem.softcap:
+    if problem.score is not None or problem.softcap or problem.dropout is not None:
         return False
     # A product times a larger scale may have lost digits, and one times 0 is never computed.
     if not (abs(problem.scale) <= 1 and folds(problem.scale) and problem.scale):
@@ -591,7 +594,8 @@ class _Entries:
 
     def __init__(self, problem: attention_problem.Problem, mask: Any, bias: Any) -> None:
         self._problem, self._bias = problem, bias
-        self._mask = mask if isinstance(mask, BitMask) and entries.any_of(mask) else None
+        in_pairs = isinstance(mask, BitMask) and _in_pairs(problem, mask)
+        self._mask = mask if in_pairs else None
         self._found: dict[int, entries.Entries] = {}
         self._turned: dict[int, entries_backward.Turned] = {}
 
@@ -613,6 +617,11 @@ class _Entries:
         if matrix not in self._turned:
             self._turned[matrix] = entries_backward.Turned.of(found, self._problem.k_len)
         return self._turned[matrix]
+
+
+def _in_pairs(problem: attention_problem.Problem, mask: BitMask) -> bool:
+    """Whether sparse blocks of a mask are computed pair by pair; dropout is one of tiles."""
+    return problem.dropout is None and entries.any_of(mask)
 
 
 def _of_sparse_blocks(x: Operands) -> Operands:
@@ -795,12 +804,16 @@ def _operands(
     """Return the stacks of batch entries."""
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     of = None if score is None else partial(_tile_score, score, plan.dtype)
-    one_by_one = bits is not None and entries.any_of(bits)
+    dropout = plan.problem.dropout
+    dropped = None if dropout is None else partial(TileDropout, dropout)
+    one_by_one = bits is not None and _in_pairs(plan.problem, bits)
     of_mask = partial(MaskTiles, sparse=not one_by_one)
     found = []
     for stack in stacks:
         sparse = gradients.sparse(bits, stack, of_mask)
-        x = gradients.operands(stack, [*grads], *sparse, score=of, near=near, direct=plan.direct)
+        x = gradients.operands(
+            stack, [*grads], *sparse, score=of, dropout=dropped, near=near, direct=plan.direct
+        )
         if isinstance(inputs[3], SparseBias):
             x = replace(x, bias=inputs[3])
             if "bias" in grads:

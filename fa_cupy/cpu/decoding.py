@@ -42,6 +42,8 @@ def heads_as_queries(problem: Problem, out: View, lse: View) -> tuple[Problem, V
     """
     if problem.q_len != 1 or not problem.batch or problem.score is not None:
         return problem, out, lse
+    if problem.dropout is not None:  # it is one of queries
+        return problem, out, lse
     if problem.lower is not None or problem.upper is not None:
         return problem, out, lse
     axis = len(problem.batch) - 1
@@ -68,7 +70,7 @@ def heads_as_queries(problem: Problem, out: View, lse: View) -> tuple[Problem, V
 def key_bounds(problem: Problem, tasks: int, wanted: int) -> list[tuple[int, int]]:
     """Return (begin, end) of the keys of each task, if there are so many with all keys each."""
     count = 1
-    if problem.q_len <= _MOST_QUERIES and problem.score is None:
+    if problem.q_len <= _MOST_QUERIES and problem.score is None and problem.dropout is None:
         count = max(1, min(wanted // tasks, problem.k_len // _LEAST_KEYS))
     ends = [problem.k_len * i // count for i in range(count + 1)]
     return [*itertools.pairwise(ends)]

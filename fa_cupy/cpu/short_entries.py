@@ -94,6 +94,8 @@ class ShortEntries:
         shares = problem.k.strides[-3:-2] == problem.v.strides[-3:-2] == (0,)
         if problem.score is not None or problem.pages is not None or axes > 1:
             return None
+        if problem.dropout is not None:
+            return None
         if heads != 1 + (shares and heads == 2) or not (problem.head_dim and problem.v_dim):
             return None
         if not blas.multiplies_groups(dtype):

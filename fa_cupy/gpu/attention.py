@@ -121,7 +121,7 @@ class Call:
 
     def __call__(
         self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any, sinks: Any,
-        score: Operands | None = None, keys: Sequence[Any] = (),
+        score: Operands | None = None, keys: Sequence[Any] = (), seed: int | None = None,
     ) -> tuple[Any, Any | None]:  # fmt: skip
         """Run the call on the current stream of its device, which must be current.
 
@@ -154,6 +154,8 @@ class Call:
                 pointers = (*pointers, sinks.data.ptr)
             if score is not None:
                 pointers = (*pointers, *addresses_of(score))
+            if seed is not None:
+                pointers = (*pointers, seed)
             if self._mask is None:
                 for x in keys:
                     pointers = (*pointers, x.data.ptr)
@@ -276,6 +278,8 @@ def attention(
     lse : cupy.ndarray or None
     """
     device = runtime.getDevice()
+    if problem.dropout is not None:
+        _check_dropout(problem, bias, mask, device)
     if isinstance(bias, SparseBias):
         return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())
@@ -310,7 +314,26 @@ def attention(
     lse = lse_for(problem, return_lse)
     with workspace.results():
         call = _call_for(problem, strides, device, counts)
-        return call(q, k, v, bias, mask, out, lse, sinks, score, given)
+        return call(q, k, v, bias, mask, out, lse, sinks, score, given, _seed(problem))
+
+
+def _check_dropout(problem: Problem, bias: Any, mask: Any, device: int) -> None:
+    """Raise unless a kernel with dropout serves a call."""
+    assert problem.dropout is not None
+    if problem.dropout.on_device:
+        require_whole_elements(seed=problem.dropout.seed)
+    whole = not isinstance(bias, SparseBias) and not isinstance(mask, tuple)
+    if not (whole and _served(problem, device, None)):
+        raise NotImplementedError(
+            f"{_NAME}: dropout is {problem.dropout.p:g}, and no kernel on a GPU serves this call, "
+            "want float16 or bfloat16, dims up to 256, and no lengths, pages, offsets or sparse "
+            "bias (or arrays on the CPU)"
+        )
+
+
+def _seed(problem: Problem) -> int | None:
+    """Return the seed of dropout; plans are kept for calls with any."""
+    return None if problem.dropout is None else problem.dropout.operand
 
 
 def _by_gathering(
@@ -441,7 +464,7 @@ def _by_copies(
     rows = lse_for(problem, lse)
     with workspace.results():
         inputs = arrays["q"], arrays["k"], arrays["v"], bias, mask
-        _, rows = call(*inputs, target, rows, sinks, score, keys)
+        _, rows = call(*inputs, target, rows, sinks, score, keys, _seed(problem))
     if target is not out:
         out[...] = target
     return out, rows
@@ -456,6 +479,8 @@ def _strides_like(problem: Problem, q: Any) -> tuple[int, ...]:
 def _counts(problem: Problem, mask: Any, device: int) -> PairCounts | None:
     """Return the counts of a mask whose pairs are read one by one; None for any other call."""
     if problem.mask is None or problem.offsets or not math.prod(problem.out_shape[:-1]):
+        return None
+    if problem.dropout is not None:  # which is one of tiles
         return None
     return pairs.counts_of(problem, mask, device)
 

@@ -221,6 +221,8 @@ def backward(
     the key lengths or the offsets, and `on_host` the same, if they were given in the memory of the
     host; the mask may then be a tuple of a BitMask for each sequence.
     """
+    if problem.dropout is not None:
+        return _with_dropout(problem, inputs, results, need, empty, sinks, score, keys)
     if isinstance(inputs[3], SparseBias):
         return _over_pairs(problem, inputs, results, need, empty, sinks, score)
     of_score = {} if score is None else dict(score.named())
@@ -243,6 +245,35 @@ def backward(
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
+
+
+def _with_dropout(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+    sinks: Any,
+    score: Operands | None,
+    keys: KeyArrays | None,
+) -> dict[str, Any]:
+    """Do as `backward` by kernels; raise where none has a build with dropout."""
+    found, dropout = None, problem.dropout
+    assert dropout is not None
+    if dropout.on_device:
+        require_whole_elements(_NAME, seed=dropout.seed)
+    if keys is None and not isinstance(inputs[3], SparseBias) and not isinstance(inputs[4], tuple):
+        of_score = {} if score is None else dict(score.named())
+        named = _named(inputs, results)
+        require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
+        found = by_kernels(problem, inputs, results, need, empty, sinks, score)
+    if found is None:
+        raise NotImplementedError(
+            f"{_NAME}: dropout is {dropout.p:g}, and no kernel on a GPU serves this call, "
+            "want float16 or bfloat16, dims that are multiples of 8 up to 256, and no lengths, "
+            "offsets, sparse bias or gradient of a score (or arrays on the CPU)"
+        )
+    return found
 
 
 def _on_products(problem: Problem, of_bias: bool) -> bool:
@@ -458,6 +489,7 @@ def by_kernels(
         grads["dbias"] = cupy.empty(of_bias.shape, of_bias.dtype)
     arrays |= {"bias": bias, "sinks": sinks, **grads}
     of_score = () if score is None else addresses_of(score)
+    of_score = (*of_score, *([] if problem.dropout is None else [problem.dropout.operand]))
     of_score = (*of_score, *[x.data.ptr for x in of_keys])
     memory = rows = None
     if "sinks" in need:
@@ -559,7 +591,8 @@ def prepared(
     """
     device = runtime.getDevice()
     counts, by_pair = of_pairs or (None, None)
-    if by_pair is None and problem.mask is not None and problem.offsets is None:
+    plain = problem.offsets is None and problem.dropout is None
+    if by_pair is None and problem.mask is not None and plain:
         counts = counts_of(problem, mask, device)
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
     copied = tuple(

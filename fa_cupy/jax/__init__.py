@@ -59,6 +59,8 @@ def attention(
     page_table: Array = None,
     q_offsets: Array = None,
     k_offsets: Array = None,
+    dropout: float = 0.0,
+    seed: Array | int | None = None,
 ) -> Any:
     """Attention of JAX arrays, with gradients of `q`, `k`, `v`, `bias`, `sinks` and of a score.
 
@@ -77,6 +79,11 @@ def attention(
         `page_table`.
     q_offsets, k_offsets : jax.Array, optional
         As in `fa_cupy.attention`; they may be traced. A list of masks cannot go with them here.
+    dropout : float
+        As in `fa_cupy.attention`.
+    seed : int or jax.Array of one integer, optional
+        As in `fa_cupy.attention`. It may be traced: one that grows in each step of a training is
+        compiled once.
 
     Returns
     -------
@@ -113,6 +120,10 @@ def attention(
     ...     return attention(q, k, v, score=score).sum()
     >>> jax.grad(loss)(jax.numpy.ones(8)).shape
     (8,)
+
+    A tenth of the weights left out, those of `fa_cupy.dropout_mask` for the same seed:
+
+    >>> dq = jax.grad(lambda q: attention(q, k, v, dropout=0.1, seed=2024).sum())(q)
     """
     dispatch.refuse_sparse_bias("attention", bias, "jax.numpy.asarray(bias.toarray())")
     mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
@@ -134,8 +145,12 @@ def attention(
         "softcap": softcap,
     }
     score, of_score = callbacks.taken_apart(score)
-    static = callbacks.Static(Fixed(bits), Fixed(score), precision, None, tuple(options.items()))
-    out, lse = callbacks.attention(static, q, k, v, bias, sinks, mask, *places.values(), *of_score)
+    share, number, seed = callbacks.dropped("attention", dropout, seed)
+    static = callbacks.Static(
+        Fixed(bits), Fixed(score), precision, None, tuple(options.items()), share, number
+    )
+    rest = *places.values(), seed, *of_score
+    out, lse = callbacks.attention(static, q, k, v, bias, sinks, mask, *rest)
     return (out, lse) if with_lse else out
 
 
@@ -484,6 +499,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    seed: Array | int | None = None,
 ) -> Array:
     """Attention with the names and the meaning of PyTorch's function, with gradients.
 
@@ -492,6 +508,8 @@ def scaled_dot_product_attention(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         As in `fa_cupy.scaled_dot_product_attention`. All arguments but the arrays are static under
         `jax.jit`; an `attn_mask` of floats has a gradient too.
+    seed : int or jax.Array of one integer, optional
+        As in `attention`; PyTorch's function has no such argument.
 
     Returns
     -------
@@ -514,14 +532,16 @@ def scaled_dot_product_attention(
     given = None if bits is not None else attn_mask
     require_arrays(name, **dict(zip(TORCH_ARGS, (query, key, value), strict=False)))
     require_arrays(name, optional=True, attn_mask=given)
-    dropout_p = checks.finite(name, "dropout_p", dropout_p)
-    attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
+    share, number, seed = callbacks.dropped(name, dropout_p, seed, "dropout_p")
+    attention_problem.torch_options(name, attn_mask, is_causal)
     grouped = checks.flag(name, "enable_gqa", enable_gqa)
     options = {"scale": scale, "is_causal": is_causal, "causal_align": "top_left"}
     is_mask = given is not None and given.dtype == bool
     bias, mask = (None, given) if is_mask else (given, None)
-    static = callbacks.Static(Fixed(bits), Fixed(None), None, grouped, tuple(options.items()))
-    return callbacks.attention(static, query, key, value, bias, None, mask, *[None] * 4)[0]
+    static = callbacks.Static(
+        Fixed(bits), Fixed(None), None, grouped, tuple(options.items()), share, number
+    )
+    return callbacks.attention(static, query, key, value, bias, None, mask, *[None] * 4, seed)[0]
 
 
 def _zeros(x: Array, rows: int) -> Array:

@@ -18,6 +18,7 @@ from fa_cupy._kernel_regression import non_local_means_backward
 from fa_cupy._score import Score, arrays_of, operands_of, with_arrays
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, dispatch, linear_problem
+from fa_cupy.dropout.arguments import of_arguments
 from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import PLACES
 from fa_cupy.score.program import no_gradient
@@ -25,6 +26,8 @@ from fa_cupy.smoothing import regression
 
 Array = Any
 
+#: Arrays by their names in `fa_cupy.attention`: those that say where keys are, and the seed.
+_NAMED = (*PLACES, "seed")
 _SDPA: dict[str, Any] = {"name": "scaled_dot_product_attention", "args": TORCH_ARGS}
 
 
@@ -92,6 +95,31 @@ class Static(NamedTuple):
     precision: str | None
     enable_gqa: bool | None  # None in `attention`; a bool in `scaled_dot_product_attention`
     options: tuple[tuple[str, Any], ...]  # those that gradients take too
+    dropout: float = 0.0
+    seed: int | None = None  # where it is no array that is traced
+
+    def seeded(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments with those of dropout."""
+        if self.dropout == 0.0:
+            return given
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {**given, "dropout": self.dropout, **seed}
+
+
+def dropped(name: str, dropout: Any, seed: Any, arg: str = "dropout") -> tuple[Any, Any, Any]:
+    """Return the probability of dropout, and its seed as a number or as an array that is traced.
+
+    One of these two is None, and both are where no weight is dropped.
+    """
+    require_arrays(name, optional=True, seed=None if isinstance(seed, int) else seed)
+    traced = isinstance(seed, jax.core.Tracer)
+    if not traced and seed is not None and not isinstance(seed, int):
+        seed = np.asarray(seed)
+    stand_for_traced = np.zeros(seed.shape, seed.dtype) if traced else seed
+    found = of_arguments(name, dropout, stand_for_traced, arg)
+    if found is None:
+        return 0.0, None, None
+    return (found.p, None, seed) if traced else (found.p, found.seed, None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -101,20 +129,22 @@ def attention(
 ) -> Any:  # fmt: skip
     """Return the output of attention and its log-sum-exp.
 
-    The rest are the four arguments of `PLACES` and the arrays of a score.
+    The rest are the four arguments of `PLACES`, the seed of dropout and the arrays of a score.
     """
     options = {"precision": static.precision, **dict(static.options)}
 
     def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *rest: Any) -> Any:
         mask = mask if static.bits.value is None else static.bits.value
-        places, whole = _places(rest), _put_together(static.score.value, rest[len(PLACES) :])
+        places, whole = _places(rest), _put_together(static.score.value, rest[len(_NAMED) :])
         return fa_cupy.attention(
-            q, k, v, bias, mask, sinks=sinks, score=whole, return_lse=True, **places, **options
-        )
+            q, k, v, bias, mask, sinks=sinks, score=whole, return_lse=True,
+            **static.seeded(places), **options,
+        )  # fmt: skip
 
     def shapes(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *rest: Any) -> Any:
         mask = mask if static.bits.value is None else static.bits.value
-        places, whole = _places(rest), _put_together(static.score.value, rest[len(PLACES) :])
+        places, whole = _places(rest), _put_together(static.score.value, rest[len(_NAMED) :])
+        places.pop("seed", None)
         operands = operands_of(whole, arrays_of("attention", whole))
         if places.get("q_offsets") is not None:
             operands = None  # its positions are in sequences whose lengths are not known yet
@@ -135,8 +165,8 @@ def attention(
 
 
 def _places(arrays: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments that say where keys are and are given, of arrays that begin with all."""
-    return {arg: x for arg, x in zip(PLACES, arrays, strict=False) if x is not None}
+    """Return which of `_NAMED` are given, of arrays that begin with all."""
+    return {arg: x for arg, x in zip(_NAMED, arrays, strict=False) if x is not None}
 
 
 def _put_together(score: Score | None, arrays: Sequence[Any]) -> Score | None:
@@ -152,9 +182,9 @@ def _attention_forward(static: Static, *arrays: Array) -> Any:
 
 
 def _attention_backward(static: Static, saved: tuple[Array, ...], grads: Any) -> Any:
-    bits, score, *_, options = static
+    bits, score, options = static.bits, static.score, static.options
     of_score = arrays_of("attention", score.value)
-    names = "q", "k", "v", "bias", "sinks", "mask", *PLACES, *of_score
+    names = "q", "k", "v", "bias", "sinks", "mask", *_NAMED, *of_score
     arrays = dict(zip(names, saved, strict=False))
     if arrays["page_table"] is not None:
         raise NotImplementedError(
@@ -173,8 +203,8 @@ def _attention_backward(static: Static, saved: tuple[Array, ...], grads: Any) ->
         mask = mask if bits.value is None else bits.value
         return fa_cupy.attention_backward(
             dout, q, k, v, out, lse, bias, mask, sinks=sinks, dlse=dlse, need=need,
-            score=_put_together(score.value, arrays[len(PLACES) :]),
-            **_places(arrays), **dict(options),
+            score=_put_together(score.value, arrays[len(_NAMED) :]),
+            **static.seeded(_places(arrays)), **dict(options),
         )  # fmt: skip
 
     shapes = tuple(_shape_of(arrays[name]) for name in need)

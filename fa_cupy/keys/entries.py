@@ -166,7 +166,7 @@ def parts(
     qkv : sequence of array
         q, k and v. Where entries share one of these, all of them are one part.
     score : Operands or None
-        All entries are one part for an expression that knows their numbers.
+        All entries are one part for an expression that knows their numbers, as with dropout.
     lengths : ndarray
     flop_per_pair : float
         Of all batch entries, for each query and key.
@@ -177,6 +177,7 @@ def parts(
     shape = problem.out_shape[: entry_axes(problem)]
     lengths, entries = np.broadcast_to(lengths, shape), math.prod(shape)
     numbered = score is not None and "b" in tree.variables_of(score.program.root)
+    numbered = numbered or problem.dropout is not None
     if numbered or not entries or any(x.shape[:-3] != shape for x in qkv):
         length = int(lengths.max(initial=0))
         everywhere = (slice(None),) * len(shape)

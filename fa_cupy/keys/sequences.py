@@ -93,6 +93,7 @@ class Part(NamedTuple):
             q=cut(problem.q, rows, problem.head_dim), k=cut(problem.k, keys, problem.head_dim),
             v=cut(problem.v, keys, problem.v_dim), bias=cut(problem.bias, rows, keys),
             sinks=cut(problem.sinks, rows, 1), mask=None,
+            dropout=problem.dropout and problem.dropout.of_sequence(self.number),
         )  # fmt: skip
         if mask is None:
             return found

@@ -70,6 +70,16 @@ class Operands:
     lse: Array  # (n, q_len, 1)
     sinks: Array | None  # (n, q_len, 1)
     score: TileScore | None = field(default=None, kw_only=True)
+    dropout: Dropout | None = field(default=None, kw_only=True)
+
+
+class Dropout(Protocol):
+    """Which weights of stacked batch entries are kept."""
+
+    factor: float  # what those are multiplied by
+
+    def kept(self, rows: tuple[int, int], runs: Runs) -> Array:
+        """Return bools (n, rows, keys), of runs of keys side by side."""
 
 
 class Steps(Protocol):
@@ -155,6 +165,9 @@ def attend(
             continue
         add, some = rows.started, rows.since(first)
         steps.softmax(some, weights)
+        if x.dropout is not None:  # what is dropped is a part of the sums
+            kept = x.dropout.kept((row_begin + first, row_end), runs)
+            steps.xp.multiply(weights, kept, out=weights)
         for keys, part in parts_of(weights, runs):
             steps.matmul(part, steps.operand("v", x.v[:, slice(*keys)]), some.acc, add)
             add = True
@@ -163,6 +176,8 @@ def attend(
         more(rows)
     if not rows.started:
         start_empty(rows)
+    if x.dropout is not None:
+        steps.xp.multiply(rows.acc, steps.dtype.type(x.dropout.factor), out=rows.acc)
     sinks = sinks_of(steps, x, row_begin, row_end)
     if sinks is not None:
         steps.softmax(rows, sinks)
@@ -199,7 +214,12 @@ def attend_exactly(
             continue
         weights = xp.exp(scores - top[:, first:]) / total[:, first:]
         some, reached = acc[:, first:], xp.empty((n, m - first, problem.v_dim), steps.dtype)
-        tile = zip(parts_of(weights, runs), parts_of(scores > -np.inf, runs), strict=True)
+        attended = scores > -np.inf
+        if x.dropout is not None:
+            kept = x.dropout.kept((row_begin + first, row_end), runs)
+            attended &= kept
+            weights *= kept
+        tile = zip(parts_of(weights, runs), parts_of(attended, runs), strict=True)
         for (keys, part), (_, seen) in tile:
             v = steps.operand("v", x.v[:, slice(*keys)])
             steps.matmul(part, xp.where(xp.isfinite(v), v, 0).astype(steps.dtype), some, add=True)
@@ -207,6 +227,8 @@ def attend_exactly(
                 found_bad = xp.isnan(v) if np.isnan(bad) else v == bad
                 steps.matmul(seen.astype(steps.dtype), found_bad.astype(steps.dtype), reached)
                 some += xp.where(reached > 0, bad, 0).astype(steps.dtype)
+    if x.dropout is not None:
+        acc *= steps.dtype.type(x.dropout.factor)
     steps.store(x.out[:, row_begin:row_end], acc)
 
 

@@ -11,11 +11,13 @@ of queries and keys gives [1]_::
 and `ds` itself is the gradient of the bias. A sink is the score of a key without a value, so that
 ``-exp(sink - lse) * base`` is what a query adds to its gradient. Under a softcap, ``ds`` is
 multiplied by ``1 - tanh**2`` before the last two, and under a score expression by its derivative;
-its product with the derivative by an element of an array, summed, is the gradient of that. Weights
-are made again from the queries, the keys and the LSE, so that memory is that of a few tiles and of
-`base`, whatever the lengths. Where an LSE is so large that its rounding would spoil them
-(`tiled.softmax.is_far`), maximum and sum of its row's weights are computed once more, by
-`keep_apart`, from the same tiles: weights then sum to 1. Other rows of tiles are spared.
+its product with the derivative by an element of an array, summed, is the gradient of that. With
+dropout, `p` in the first of these and ``do @ v.mT`` in the second one are multiplied by what the
+weights of pairs are, ``1 / (1 - dropout)`` or 0. Weights are made again from the queries, the keys
+and the LSE, so that memory is that of a few tiles and of `base`, whatever the lengths. Where an LSE
+is so large that its rounding would spoil them (`tiled.softmax.is_far`), maximum and sum of its
+row's weights are computed once more, by `keep_apart`, from the same tiles: weights then sum to 1.
+Other rows of tiles are spared.
 
 A column of tiles (some keys of some batch entries, all queries that see them) sums its dk and dv
 and hands them over at its end; dq and the gradient of the bias are handed over tile by tile. Of a
@@ -264,6 +266,7 @@ def _terms(
     if weights is None:
         return {}
     seen = weights != -np.inf if exact else None
+    kept = None if x.dropout is None else x.dropout.kept(rows, [keys])
     if x.top is None:
         top = finite_or_0(xp, x.lse[:, part]).astype(steps.dtype)
     else:
@@ -274,6 +277,7 @@ def _terms(
     if x.grads.keys() - {"v"}:
         dscores = steps.scratch("dscores", shape)
         steps.matmul(dout, v.swapaxes(1, 2), dscores)
+        _drop(steps, x, kept, dscores)
         xp.subtract(dscores, x.base[:, part], out=dscores)
         xp.multiply(dscores, weights, out=dscores)
         _hide(steps, seen, dscores)
@@ -294,6 +298,8 @@ def _terms(
             q = steps.operand("plain_q", x.q[:, part])
             terms["k"] = _scaled(steps, "k", factor, dscores, q, seen, into, turn=True)
     if "v" in x.grads:
+        seen = seen if seen is None or kept is None else seen & kept
+        _drop(steps, x, kept, weights)
         _hide(steps, seen, weights)
         terms["v"] = _product(steps, "v", _turned(weights), dout, _turned(seen), into)
     return terms
@@ -373,6 +379,13 @@ def _product(steps: Steps, name: str, a: Array, b: Array, seen: Array | None, in
 def _hide(steps: Steps, seen: Array | None, x: Array) -> None:
     if seen is not None:
         x[...] = steps.xp.where(seen, x, 0)
+
+
+def _drop(steps: Steps, x: Operands, kept: Array | None, of_pairs: Array) -> None:
+    """Multiply what pairs of a tile have by what their weights are multiplied by."""
+    if x.dropout is not None:
+        steps.scale(of_pairs, x.dropout.factor)
+        _hide(steps, kept, of_pairs)
 
 
 def _turned(x: Any) -> Any:

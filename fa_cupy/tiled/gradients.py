@@ -347,8 +347,9 @@ def arrays(
 
 
 def batch_entries(xp: Any, problem: Problem, mask: Any, score: ScoreOperands | None) -> list[Any]:
-    """Return b and h of a score, and of a BitMask its entries and those of its transpose."""
-    found = [] if score is None else [*score_entries(xp, problem.out_shape[:-2])]
+    """Return b and h for a score or dropout, and the entries of a BitMask and of its transpose."""
+    numbered = score is not None or problem.dropout is not None
+    found = [*score_entries(xp, problem.out_shape[:-2])] if numbered else []
     if isinstance(mask, BitMask):
         found += [x.entries[..., None, None] for x in (mask, mask.T)]
     return found
@@ -361,22 +362,24 @@ def operands(
     columns: Any = None,
     *,
     score: Callable[[Any, Any], TileScore] | None = None,
+    dropout: Callable[[Any, Any], attention.Dropout] | None = None,
     near: bool = False,
     direct: frozenset[str] = frozenset(),
 ) -> Operands:
     """Return a stack of `arrays` as operands, with a sparse mask and its transpose if given.
 
-    ``score(b, h)`` makes the score of the entries. `near` says that weights can be made from all
-    log-sum-exps as they are.
+    ``score(b, h)`` makes the score of the entries, ``dropout(b, h)`` their dropout. `near` says
+    that weights can be made from all log-sum-exps as they are.
     """
     q, k, v, bias, dense, out, dout, lse, dlse, base, sinks = stack[:11]
     grads = dict(zip(need, stack[11:], strict=False))
     dsinks = grads.pop("sinks", None)
     mask = dense if mask is None else mask
-    made = None if score is None else score(*stack[11 + len(need) : 13 + len(need)])
+    numbers = stack[11 + len(need) : 13 + len(need)]
     return Operands(
         q, k, v, bias, mask, out, lse, sinks, dout, dlse, base, columns, grads, dsinks,
-        top=lse if near else None, direct=direct, score=made,
+        top=lse if near else None, direct=direct, score=None if score is None else score(*numbers),
+        dropout=None if dropout is None else dropout(*numbers),
     )  # fmt: skip
 
 

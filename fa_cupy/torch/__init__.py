@@ -63,6 +63,8 @@ def attention(
     page_table: Any = None,
     q_offsets: Any = None,
     k_offsets: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
 ) -> Any:
     """Attention of tensors, with gradients of `q`, `k`, `v`, `bias`, `sinks` and those of a score.
 
@@ -81,6 +83,11 @@ def attention(
     q_offsets, k_offsets : torch.Tensor, optional
         As in `fa_cupy.attention`: tensors of int32 or int64, on the CPU or on the device of `q`. A
         list of masks cannot go with them here.
+    dropout : float
+        As in `fa_cupy.attention`.
+    seed : int or torch.Tensor of one integer, optional
+        As in `fa_cupy.attention`; a tensor is of int64, on the CPU or on the device of `q`. By
+        default one is drawn by the generator of that device, which `torch.manual_seed` sets.
 
     Returns
     -------
@@ -118,6 +125,10 @@ def attention(
     >>> attention(q.detach(), k.detach(), v.detach(), score=score).sum().backward()
     >>> slopes.grad.shape
     torch.Size([8])
+
+    A tenth of the weights left out, those of `fa_cupy.dropout_mask` for the same seed:
+
+    >>> attention(q, k, v, dropout=0.1, seed=2024).sum().backward()
     """
     dispatch.refuse_sparse_bias("attention", bias, "torch.from_numpy(bias.toarray())")
     mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
@@ -129,10 +140,13 @@ def attention(
     places = {"k_lengths": k_lengths, "page_table": page_table}
     places |= {"q_offsets": q_offsets, "k_offsets": k_offsets}
     places = arguments.places("attention", places, q, k, v, bias, sinks, *of_score.values())
+    share, seed = arguments.dropped("attention", q, dropout, seed)
+    arguments.require_tensors("attention", ("seed",), seed=seed)
     options = arguments.options(
-        "attention", mask, score, scale, is_causal, causal_align, window, softcap, precision
-    )
-    tensors = *named.values(), *places.values(), *of_score.values()
+        "attention", mask, score, scale, is_causal, causal_align, window, softcap, precision,
+        dropout=share,
+    )  # fmt: skip
+    tensors = *named.values(), *places.values(), seed, *of_score.values()
     out, lse = _attention(options, bits, q, k, v, *tensors)
     return (out, lse) if with_lse else out
 
@@ -500,6 +514,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    seed: Any = None,
 ) -> Any:
     """Attention with the names and the meaning of PyTorch's function, with gradients.
 
@@ -508,6 +523,8 @@ def scaled_dot_product_attention(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         As in `fa_cupy.scaled_dot_product_attention`. The three tensors may require gradients, and
         so may an `attn_mask` of floats.
+    seed : int or torch.Tensor of one integer, optional
+        As in `attention`; PyTorch's function has no such argument.
 
     Returns
     -------
@@ -529,15 +546,16 @@ def scaled_dot_product_attention(
     given = None if bits is not None else attn_mask
     named = dict(zip(TORCH_ARGS, (query, key, value, given), strict=False))
     arguments.require_tensors(_SDPA, ("attn_mask",), **named)
-    dropout_p = arguments.number(_SDPA, "dropout_p", dropout_p)
-    attention_problem.torch_options(_SDPA, attn_mask, dropout_p, is_causal)
+    share, seed = arguments.dropped(_SDPA, query, dropout_p, seed, "dropout_p")
+    arguments.require_tensors(_SDPA, ("seed",), seed=seed)
+    attention_problem.torch_options(_SDPA, attn_mask, is_causal)
     grouped = checks.flag(_SDPA, "enable_gqa", enable_gqa)
     options = arguments.options(
-        _SDPA, attn_mask, None, scale, is_causal, "top_left", None, 0.0, None, grouped
+        _SDPA, attn_mask, None, scale, is_causal, "top_left", None, 0.0, None, grouped, share
     )
     is_mask = given is not None and given.dtype == torch.bool
     bias, mask = (None, given) if is_mask else (given, None)
-    return _attention(options, bits, query, key, value, bias, mask, *[None] * 5)[0]
+    return _attention(options, bits, query, key, value, bias, mask, *[None] * 5, seed)[0]
 
 
 def _zeros(x: Any, rows: int) -> Any:

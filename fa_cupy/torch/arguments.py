@@ -19,6 +19,7 @@ from fa_cupy import _score
 from fa_cupy._bitmask import BitMask
 from fa_cupy._score import Score, arrays_of, with_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
+from fa_cupy.dropout.arguments import probability, seed_of
 
 _BITS: weakref.WeakValueDictionary[int, BitMask] = weakref.WeakValueDictionary()
 _NUMBERS: dict[int, int] = {}  # by the id of a mask that lives
@@ -53,6 +54,7 @@ class Options(NamedTuple):
     softcap: float
     precision: str | None
     enable_gqa: bool | None  # None in `attention`; a bool in `scaled_dot_product_attention`
+    dropout: float
 
     def keywords(self) -> dict[str, Any]:
         """Return what `fa_cupy.attention` and `fa_cupy.attention_backward` both take."""
@@ -76,6 +78,7 @@ def options(
     softcap: Any,
     precision: Any,
     enable_gqa: bool | None = None,
+    dropout: float = 0.0,
 ) -> Options:
     """Check options, as far as they do not depend on tensors, and return them.
 
@@ -91,8 +94,9 @@ def options(
     scale = None if scale is None else number(name, "scale", scale)
     softcap = number(name, "softcap", softcap, minimum=0.0)
     return Options(
-        bits, text, scale, is_causal, causal_align, left, right, softcap, precision, enable_gqa
-    )
+        bits, text, scale, is_causal, causal_align, left, right, softcap, precision, enable_gqa,
+        dropout,
+    )  # fmt: skip
 
 
 def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
@@ -121,6 +125,32 @@ def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
                     "gradients)"
                 )
     return given
+
+
+def dropped(name: str, q: Any, dropout: Any, seed: Any, arg: str = "dropout") -> Any:
+    """Return the probability of dropout, and its seed as a tensor; None where none is dropped.
+
+    A seed that is not given is drawn by the generator of the device of `q`.
+
+    Parameters
+    ----------
+    name, arg : str
+        The public function, and its name of `dropout`.
+    q : torch.Tensor
+    dropout : float
+    seed : int, torch.Tensor or None
+    """
+    if not torch.compiler.is_compiling():
+        dropout = probability(name, arg, dropout)
+        if seed is not None and not isinstance(seed, torch.Tensor):
+            seed = seed_of(name, seed)
+    if isinstance(seed, int):  # modulo 2**64
+        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, device="cpu")
+    if dropout == 0.0:
+        return 0.0, None
+    if seed is None:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+    return dropout, seed
 
 
 def places_for(q: Any, **given: Any) -> dict[str, Any]:

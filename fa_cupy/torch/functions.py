@@ -71,13 +71,14 @@ class _Gradients(_Function):
 class Attention(_Function):
     """``apply(options, held, q, k, v, bias, mask, sinks, *places, *arrays)``: two results.
 
-    These are output and log-sum-exp; `places` are the four arguments of `PLACES`. `held` is a
-    BitMask that options have by its number, so that it is there in the backward pass.
+    These are output and log-sum-exp; `places` are the four arguments of `PLACES` and the seed of
+    dropout. `held` is a BitMask that options have by its number, so that it is there in the
+    backward pass.
     """
 
     @staticmethod
     def forward(options: Options, held: Any, *tensors: Any) -> Any:
-        return operators.attention(*tensors[:10], list(tensors[10:]), *options)
+        return operators.attention(*tensors[:11], list(tensors[11:]), *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -89,7 +90,7 @@ class Attention(_Function):
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         saved = ctx.saved_tensors
         score = score_arrays(ctx.options.score)
-        names = ["q", "k", "v", "bias", "mask", "sinks", *PLACES, *score]
+        names = ["q", "k", "v", "bias", "mask", "sinks", *PLACES, "seed", *score]
         wanted = ctx.needs_input_grad[2:]
         need = [name for name, grad in zip(names, wanted, strict=True) if grad]
         found: dict[str, Any] = {}
@@ -104,13 +105,13 @@ class Attention(_Function):
 class AttentionGradients(_Gradients):
     """``apply(options, need, dout, dlse, out, lse, q, k, v, bias, mask, sinks, *rest)``.
 
-    The rest are `k_lengths`, `q_offsets`, `k_offsets` and the arrays of a score.
+    The rest are `k_lengths`, `q_offsets`, `k_offsets`, the seed and the arrays of a score.
     """
 
     @staticmethod
     def forward(options: Options, need: str, *tensors: Any) -> Any:
-        dout, *saved = tensors[:13]
-        arrays = list(tensors[13:])
+        dout, *saved = tensors[:14]
+        arrays = list(tensors[14:])
         return tuple(operators.attention_backward(dout, need, *saved, arrays, *options))
 
 

@@ -20,11 +20,12 @@ from fa_cupy.torch import arguments
 
 _OPTIONS = (
     "int? bits, str? score, float? scale, bool is_causal, str? causal_align, int? left, "
-    "int? right, float softcap, str? precision, bool? enable_gqa"
+    "int? right, float softcap, str? precision, bool? enable_gqa, float dropout"
 )
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sinks, "
 _LENGTHS = "Tensor? k_lengths, Tensor? page_table, "
 _OFFSETS = "Tensor? q_offsets, Tensor? k_offsets"
+_SEED = "Tensor? seed"
 _PRODUCT = "Tensor q, Tensor k, Tensor v, Tensor? initial_state, Tensor? q_offsets"
 _LINEAR = f"Tensor q, Tensor k, Tensor v, Tensor? initial_state, {_OFFSETS}"
 
@@ -96,7 +97,7 @@ def _widest(*shapes: Sequence[int]) -> list[int]:
 
 def _attention_results(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, sinks: Any, k_lengths: Any, page_table: Any,
-    q_offsets: Any, k_offsets: Any, arrays: Any, *options: Any,
+    q_offsets: Any, k_offsets: Any, seed: Any, arrays: Any, *options: Any,
 ) -> list[_Result]:  # fmt: skip
     bits = arguments.mask_of(options[0], mask)
     shapes = [x.shape[:-2] for x in (q, bias, bits) if x is not None]
@@ -117,18 +118,19 @@ def _attention_results(
 
 @_operator(
     "attention",
-    f"({_INPUTS}{_LENGTHS}{_OFFSETS}, Tensor[] arrays, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"({_INPUTS}{_LENGTHS}{_OFFSETS}, {_SEED}, Tensor[] arrays, {_OPTIONS}) -> (Tensor, Tensor)",
     _attention_results,
 )
 def attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, sinks: Any, k_lengths: Any, page_table: Any,
-    q_offsets: Any, k_offsets: Any, arrays: Any, *options: Any,
+    q_offsets: Any, k_offsets: Any, seed: Any, arrays: Any, *options: Any,
 ) -> Any:  # fmt: skip
     """Return the output of `fa_cupy.attention` and its log-sum-exp."""
     given = arguments.Options(*options)
     places = arguments.places_for(
-        q, k_lengths=k_lengths, page_table=page_table, q_offsets=q_offsets, k_offsets=k_offsets
-    )
+        q, k_lengths=k_lengths, page_table=page_table, q_offsets=q_offsets, k_offsets=k_offsets,
+        seed=seed,
+    )  # fmt: skip
     mask = arguments.mask_of(given.bits, mask)
     if given.enable_gqa is not None:
         # For the names of its arguments in errors, and whether heads may be grouped.
@@ -138,13 +140,14 @@ def attention(
         )  # fmt: skip
     return fa_cupy.attention(
         q, k, v, bias, mask, sinks=sinks, score=arguments.score_of(given.score, arrays),
-        precision=given.precision, return_lse=True, **places, **given.keywords(),
+        precision=given.precision, return_lse=True, dropout=given.dropout, **places,
+        **given.keywords(),
     )  # fmt: skip
 
 
 def _attention_gradients(
     dout: Any, need: str, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, bias: Any,
-    mask: Any, sinks: Any, k_lengths: Any, q_offsets: Any, k_offsets: Any, arrays: Any,
+    mask: Any, sinks: Any, k_lengths: Any, q_offsets: Any, k_offsets: Any, seed: Any, arrays: Any,
     *options: Any,
 ) -> list[_Result]:  # fmt: skip
     given = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
@@ -155,21 +158,23 @@ def _attention_gradients(
 @_operator(
     "attention_backward",
     f"(Tensor dout, str need, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}Tensor? k_lengths, "
-    f"{_OFFSETS}, Tensor[] arrays, {_OPTIONS}) -> Tensor[]",
+    f"{_OFFSETS}, {_SEED}, Tensor[] arrays, {_OPTIONS}) -> Tensor[]",
     _attention_gradients,
 )
 def attention_backward(
     dout: Any, need: str, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, bias: Any,
-    mask: Any, sinks: Any, k_lengths: Any, q_offsets: Any, k_offsets: Any, arrays: Any,
+    mask: Any, sinks: Any, k_lengths: Any, q_offsets: Any, k_offsets: Any, seed: Any, arrays: Any,
     *options: Any,
 ) -> Any:  # fmt: skip
     """Return the gradients of the arguments that `need` names, with commas between them."""
     given = arguments.Options(*options)
-    places = arguments.places_for(q, k_lengths=k_lengths, q_offsets=q_offsets, k_offsets=k_offsets)
+    places = arguments.places_for(
+        q, k_lengths=k_lengths, q_offsets=q_offsets, k_offsets=k_offsets, seed=seed
+    )
     return fa_cupy.attention_backward(
         dout, q, k, v, out, lse, bias, arguments.mask_of(given.bits, mask), sinks=sinks, dlse=dlse,
-        score=arguments.score_of(given.score, arrays), need=need.split(","), **places,
-        **given.keywords(),
+        score=arguments.score_of(given.score, arrays), need=need.split(","), dropout=given.dropout,
+        **places, **given.keywords(),
     )  # fmt: skip
 
 

@@ -269,7 +269,7 @@ def test_dtypes(library, dtype):
         ("non_local_means", {"image": np.ones(5)}, ValueError, "image has shape (5,), want (H, W)"),
         ("non_local_means", {"image": None}, TypeError, "image is None, want an array"),
         ("scaled_dot_product_attention", {"key": np.ones((5, 2))}, ValueError, "key has head_dim"),
-        ("scaled_dot_product_attention", {"dropout_p": 0.5}, ValueError, "dropout_p is 0.5, want"),
+        ("scaled_dot_product_attention", {"dropout_p": 2}, ValueError, "dropout_p is 2 (int), wa"),
         ("scaled_dot_product_attention", {"value": None}, TypeError, "value is None, want an arr"),
         (
             "scaled_dot_product_attention",
@@ -546,10 +546,10 @@ def keep_promises(torch):
         return torch.tensor(draw(shape)[0]).transpose(-3, -2)
 
     q, k, v = turned(2, 5, 4, 3), turned(1, 6, 2, 3), turned(2, 6, 4, 2)
-    options = (None, None, None, False, None, None, None, 0.0, None, None)
+    options = (None, None, None, False, None, None, None, 0.0, None, None, 0.25)
     bias, sinks = torch.zeros(4, 1, 6), torch.zeros(4, 1).expand(4, 5)
     tests = ("test_schema", "test_faketensor")
-    places = [None] * 4
+    places = [*[None] * 4, torch.tensor([7])]  # the last one is a seed
     given = (q, k, v, bias, None, sinks, *places, [])
     out, lse = torch.ops.fa_cupy.attention(*given, *options)
     assert out.transpose(-3, -2).is_contiguous()

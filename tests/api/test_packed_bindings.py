@@ -292,17 +292,18 @@ def test_torch_operators_keep_their_promises(torch):
     ops = torch.ops.fa_cupy
     q, k, v = turned(2, 10, 4, 3), turned(1, 8, 2, 3), turned(2, 8, 4, 2)
     both = torch.tensor(Q_OFFSETS), torch.tensor(K_OFFSETS)
-    options = (None, None, None, False, None, None, None, 0.0, None, None)
+    options = (None, None, None, False, None, None, None, 0.0, None, None, 0.0)
     given = q, k, v, None, None, None
-    out, lse = ops.attention(*given, None, None, *both, [], *options)
-    check(ops.attention, (*given, None, None, *both, [], *options))
-    backward = torch.ones_like(out), "v,k,q", None, out, lse, *given, None, *both, [], *options
+    out, lse = ops.attention(*given, None, None, *both, None, [], *options)
+    check(ops.attention, (*given, None, None, *both, None, [], *options))
+    places = None, *both, None, []
+    backward = torch.ones_like(out), "v,k,q", None, out, lse, *given, *places, *options
     check(ops.attention_backward, backward)
     lengths, table = torch.tensor(LENGTHS), torch.tensor(TABLE)
-    backward = *backward[:11], lengths % 9, None, None, [], *options
+    backward = *backward[:11], lengths % 9, *[None] * 3, [], *options
     check(ops.attention_backward, backward)
     pages = turned(3, 16, 2, 3), turned(3, 16, 2, 2)
-    check(ops.attention, (q, *pages, *[None] * 3, lengths, table, None, None, [], *options))
+    check(ops.attention, (q, *pages, *[None] * 3, lengths, table, *[None] * 3, [], *options))
     same = turned(2, 10, 2, 3), turned(2, 10, 4, 2)
     state = torch.ones(2, 4, 3, 2, 3, dtype=torch.float64).mT
     given = q, *same, state, both[0]

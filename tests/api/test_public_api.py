@@ -24,6 +24,7 @@ NAMES = {
     "attention_backward",
     "causal_product",
     "causal_product_backward",
+    "dropout_mask",
     "kernel_regression",
     "kernel_regression_backward",
     "linear_attention",
@@ -40,6 +41,7 @@ MODULES = [
     "_kernel_regression",
     "_linear_attention",
     "_score",
+    "dropout.mask",
     "layouts",
     "masks.algebra",
     "masks.constructors",
@@ -63,14 +65,15 @@ def test_signatures():
     assert [p.name for p in names] == [
         *("q", "k", "v", "bias", "mask"),
         *("scale", "is_causal", "causal_align", "window", "softcap", "sinks", "precision"),
-        *("return_lse", "score", "k_lengths", "page_table", "q_offsets", "k_offsets", "out"),
+        *("return_lse", "score", "k_lengths", "page_table", "q_offsets", "k_offsets", "dropout"),
+        *("seed", "out"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in names[5:])
     backward = list(inspect.signature(attention_backward).parameters.values())
     assert [p.name for p in backward] == [
         *("dout", "q", "k", "v", "out", "lse", "bias", "mask"),
         *("scale", "is_causal", "causal_align", "window", "softcap", "sinks", "dlse", "need"),
-        *("score", "k_lengths", "q_offsets", "k_offsets"),
+        *("score", "k_lengths", "q_offsets", "k_offsets", "dropout", "seed"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in backward[8:])
     torch = inspect.signature(scaled_dot_product_attention).parameters.values()
@@ -83,6 +86,7 @@ def test_signatures():
         "is_causal": False,
         "scale": None,
         "enable_gqa": False,
+        "seed": None,
     }
 
 
@@ -233,7 +237,8 @@ MASK = np.ones((3, 3), bool)
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"dropout_p": 0.1}, ValueError, "dropout_p is 0.1, want 0.0 (there is no dropout)"),
+        ({"dropout_p": 0.1}, TypeError, "seed is None, want an int from 0 to 2**64 - 1, or an arr"),
+        ({"dropout_p": 1.1, "seed": 1}, ValueError, "dropout_p is 1.1 (float), want a number from"),
         ({"dropout_p": "0"}, TypeError, "dropout_p is '0' (str), want a finite number"),
         (
             {"attn_mask": MASK, "is_causal": True},

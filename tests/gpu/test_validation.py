@@ -67,6 +67,22 @@ def test_bench_of_floats_on_the_gpu(way, tmp_path, monkeypatch):
     assert all(row["value"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("way", ["fwd", "bwd"])
+def test_bench_of_dropout_on_the_gpu(way, tmp_path, monkeypatch):
+    name = f"attention_dropout_{way}"
+    family = families.FAMILIES[name]
+    case = dataclasses.replace(family.cases[0], length=512, batch=2, heads=3)
+    impls = "fa_cupy", "fa_cupy_plain"
+    changed = {"cases": (case,), "burst_ms": 1, "default_impls": impls}
+    monkeypatch.setitem(families.FAMILIES, name, dataclasses.replace(family, **changed))
+    out = tmp_path / "bench.json"
+    arguments = ["--families", name, "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert {row["impl"] for row in rows} == {*impls}
+    assert all(row["value"] > 0 and row["error"] < 0.02 for row in rows)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_bench_of_products_on_the_gpu(dtype, tmp_path, monkeypatch):
     case = cases.CausalProduct(dtype, 64, 256, 2, 3)

@@ -13,7 +13,9 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.kernels.attention.attention_params import (
     ATTENTION_PARAMS,
+    DROPOUT_PARAMS,
     MASK_LISTS,
+    PARAMS_WITH_DROPOUT,
     POINTERS,
     Traits,
     make_params,
@@ -34,6 +36,8 @@ from validation.digest import ROOT
 COMMON = ROOT / "cuda_src/common"
 STRUCTS = {
     "AttentionParams": ("attention_params.cuh", ATTENTION_PARAMS),
+    "dropout AttentionParams": ("attention_params.cuh", PARAMS_WITH_DROPOUT),
+    "DropoutParams": ("dropout.cuh", DROPOUT_PARAMS),
     "MaskLists": ("block_lists.cuh", MASK_LISTS),
     "ScoreArray": ("attention_params.cuh", SCORE_ARRAY),
     "ProductParams": ("linear_params.cuh", PRODUCT_PARAMS),
@@ -53,21 +57,24 @@ def header(name="attention_params.cuh"):
 def constant(name):
     if name.isdigit():
         return int(name)
-    text = header("batch_axes.cuh") + header("attention_params.cuh")
+    text = header("batch_axes.cuh") + header("attention_params.cuh") + header("dropout.cuh")
     return int(re.search(rf"\b{name} = (\d+)[;,]", text).group(1))
 
 
 def members(struct):
     """(name, type, array length or None) of each member of a struct, in order."""
-    packed, struct_name = struct.startswith("packed "), struct.rpartition(" ")[2]
+    build, _, struct_name = struct.rpartition(" ")
     text = header(STRUCTS[struct][0])
     body = re.search(rf"struct {struct_name} \{{(.*?)\n\}};", text, re.DOTALL).group(1)
     # A union of builds for packed sequences begins as what is there in the others.
     either = r"#if FA_PACKED(?:(?!#endif).)*?#else(.*?)#endif"
     body = re.sub(either, r"\1", body, flags=re.DOTALL)
-    body = re.sub(r"#if FA_PACKED(.*?)#endif", r"\1" if packed else "", body, flags=re.DOTALL)
+    for name in ("PACKED", "DROPOUT"):
+        kept = r"\1" if build == name.lower() else ""
+        body = re.sub(rf"#if FA_{name}(.*?)#endif", kept, body, flags=re.DOTALL)
     types = {"int64": np.int64, "int": np.int32, "float": np.float32, "MaskLists": MASK_LISTS}
-    types |= {"double": np.float64, "ScoreArray": SCORE_ARRAY}
+    types |= {"double": np.float64, "ScoreArray": SCORE_ARRAY, "DropoutParams": DROPOUT_PARAMS}
+    types |= {"uint64": np.uint64, "uint32": np.uint32}
     for kind, pointer, names in re.findall(r"(?:const\s+)?(\w+)(\*?)\s+([^;]+);", body):
         for name, length in re.findall(r"(\w+)(?:\[(\w+)\])?\s*(?:,|$)", names.strip()):
             yield (

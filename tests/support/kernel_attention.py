@@ -67,8 +67,11 @@ def check(row, q, k, v, mask=None, bias=None, bits=None, seed=0, order=None, by_
         bits = BitMask.from_dense(mask)
     how = {"source": source, "truncating": truncating, "order": order, "by_tile": by_tile}
     out, lse = calls.attention(row, q, k, v, bias, bits, seed, **how, **options)
+    if dropout := options.pop("dropout", None):
+        options |= {"dropout": dropout.p, "seed": dropout.seed}
     want, want_lse = reference.attention(q, k, v, bias, mask, **options)
     largest = np.abs(np.nan_to_num(v.astype(np.float64), posinf=0, neginf=0)).max(initial=1)
+    largest /= 1 - options.get("dropout", 0.0)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     unit = unit_of(row)
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=unit * largest)

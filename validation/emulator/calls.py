@@ -72,7 +72,7 @@ def attention(
         As for `validation.emulator.masks.lists_of`.
     **options
         Of `fa_cupy.attention`, `sinks` among them; `k_lengths`, `page_table` and offsets are
-        arrays, and not checked.
+        arrays, and not checked. `dropout` is a `Dropout`, and wants a variant with it.
 
     Raises
     ------
@@ -92,6 +92,7 @@ def attention(
     pointers = [0 if x is None else x.ctypes.data for x in (q, k, v, bias, out, lse)]
     pointers += [x.ctypes.data for x in (options.get("sinks"),) if x is not None]
     pointers += _addresses(operands)
+    pointers += [] if problem.dropout is None else [problem.dropout.seed]
     of_keys = (options.get(name) for name in ("k_lengths", "page_table"))
     pointers += [x.ctypes.data for x in of_keys if x is not None]
     pointers += _offsets(options)
@@ -316,6 +317,7 @@ def attention_backward(
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()
     pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
+    pointers += [] if problem.dropout is None else [problem.dropout.seed]
     pointers += _offsets(options)
     if options.get("k_lengths") is not None:
         pointers.append(options["k_lengths"].ctypes.data)

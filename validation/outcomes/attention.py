@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,17 @@ _CASES = {
 }  # fmt: skip
 
 
+_DROPPED = {"dropout": 0.1, "seed": 2**40 + 7}
+# On the CPU alone.
+_WITH_DROPOUT = {
+    "dropout": Case(options=_DROPPED),
+    "dropout causal bits": Case(
+        (1, 2, 200, 16), mask=(200, 200), bits=True, dlse=True, options=_CAUSAL | _DROPPED
+    ),
+    "dropout of all": Case(bias=(3, 70, 1), options=_DROPPED | {"dropout": 1.0}),
+}
+
+
 _IN_ALL_DTYPES = ("plain", "many tiles", "causal", "mask", "bits", "bias", "grouped heads")
 
 
@@ -284,6 +296,12 @@ def _sparse_biased(form: str, dtype: str, mask: bool) -> Callable[[Any], Any]:
         return out, lse, *found, dbias.format, *indices, of_bias.data
 
     return run
+
+
+def _dropout_mask(shape: tuple[int, ...], xp: Any) -> Any:
+    part = {"rows": slice(3, 30), "cols": slice(1, None)}
+    whole, parts = (fa_cupy.dropout_mask(2**63 + 5, 0.3, shape, **x) for x in ({}, part))
+    return whole, parts, fa_cupy.dropout_mask(1, 0.3, shape, as_bits=True).nnz
 
 
 def _merge_calls() -> Iterator[Call]:
@@ -365,5 +383,11 @@ def calls() -> Iterator[Call]:
     ):
         name = f"attention {dtype} sparse bias {form}{' mask' * mask}"
         yield Call(name, _sparse_biased(form, dtype, mask), cpu=True)
+    for name, case in _WITH_DROPOUT.items():
+        for dtype in DTYPES if name == "dropout" else some_dtypes(name):
+            yield Call(f"attention {dtype} {name}", _forward(case, dtype), cpu=True)
+            yield Call(f"attention_backward {dtype} {name}", _backward(case, dtype), cpu=True)
+    for shape in ((2, 3, 40, 200), (130, 64)):
+        yield Call(f"dropout_mask {shape}", partial(_dropout_mask, shape), cpu=True)
     yield from _merge_calls()
     yield from _torch_calls()

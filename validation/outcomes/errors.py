@@ -208,6 +208,8 @@ def _torch() -> Iterator[Call]:
     base = dict.fromkeys(("query", "key", "value"), _X)
     cases: dict[str, dict[str, Any]] = {
         "dropout_p": {"dropout_p": 0.1},
+        "dropout_p of 2": {"dropout_p": 2, "seed": 1},
+        "seed": {"dropout_p": 0.1, "seed": -1},
         "dropout_p text": {"dropout_p": "0"},
         "attn_mask and is_causal": {"attn_mask": _MASK, "is_causal": True},
         "attn_mask of int": {"attn_mask": _MASK.astype(int)},

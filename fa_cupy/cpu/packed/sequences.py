@@ -92,7 +92,8 @@ class SequenceTasks:
         self, found: list[Part], mask: Any, score: ScoreOperands | None
     ) -> Iterable[Group | Part]:
         """Return groups and single sequences."""
-        if score is not None or not (mask is None or isinstance(mask, np.ndarray)):
+        numbered = score is not None or self._problem.dropout is not None
+        if numbered or not (mask is None or isinstance(mask, np.ndarray)):
             return found
         per_pair = 2 * (self._problem.head_dim + self._problem.v_dim)
         return grouped(found, per_pair * math.prod(self._problem.batch))
@@ -134,11 +135,13 @@ class SequenceTasks:
             mask = mask_rows.of_small(mask)
         own = [q, k, v, bias, mask, out, lse, sinks]
         if isinstance(mask, BitMask):  # its plan depends on the blocks that it shows
-            return self._plan(own), own
-        key = (q.shape[-2], k.shape[-2], None if mask is None else (mask.shape, mask.strides))
+            return self._plan(own, part), own
+        key: Any = (q.shape[-2], k.shape[-2], None if mask is None else (mask.shape, mask.strides))
+        if self._problem.dropout is not None:
+            key = (*key, part.number)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plan(own)
+            plan = self._plan(own, part)
             self._keep(key, plan)
         return plan, own
 
@@ -147,7 +150,7 @@ class SequenceTasks:
             self._plans.clear()
         self._plans[key] = plan
 
-    def _plan(self, own: Sequence[Any]) -> Any:
+    def _plan(self, own: Sequence[Any], part: Part) -> Any:
         problem, mask = self._problem, own[4]
         views: list[Any]
         views = [None if x is None else View(x.shape, x.strides) for x in (*own[:4], *own[5:])]
@@ -158,6 +161,7 @@ class SequenceTasks:
             problem, q_len=q_len, k_len=k_len, q=q, k=k, v=v, bias=bias, mask=None, sinks=sinks,
             out_shape=(*problem.out_shape[:-2], q_len, problem.v_dim), lower=lower, upper=upper,
             offsets=None, band_from_end=False,
+            dropout=problem.dropout and problem.dropout.of_sequence(part.number),
         )  # fmt: skip
         bits = mask if isinstance(mask, BitMask) else None
         if mask is not None:

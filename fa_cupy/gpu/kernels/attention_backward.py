@@ -40,6 +40,7 @@ from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, Intervals, inte
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.gpu.kernels.score import score_pointers
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask,
 #: `OFFSETS` with packed sequences, ``k_lengths`` with lengths of entries.
@@ -56,6 +57,14 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dq_sm80.VARIANTS,
     *bwd_dbias_sm80.VARIANTS,
     *bwd_dbias_sm90.VARIANTS,
+)
+#: Those that have builds with dropout.
+WITH_DROPOUT: tuple[BackwardVariant, ...] = (
+    *bwd_sm90.VARIANTS,
+    *bwd_nonfinite.VARIANTS,
+    *bwd_dkdv_sm80.VARIANTS,
+    *bwd_dq_sm80.VARIANTS,
+    *bwd_dbias_sm80.VARIANTS,
 )
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -78,8 +87,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
         that no kernel can walk, packed sequences with a mask or with scores of positions, lengths
         of entries with a mask or the gradient of a bias, or in 16 bits. Of float32 and float64 also
-        dims above 128 in float32 without ``wgmma``, or for the gradient of a bias, and without
-        227 KB of shared memory.
+        dropout, dims above 128 in float32 without ``wgmma``, or for the gradient of a bias, and
+        without 227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
@@ -93,8 +102,11 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         )
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
         builds = (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
-        return (row.for_lengths(wanted.lengths) for row in builds)
+        builds = (row.for_lengths(wanted.lengths) for row in builds)
+        return (row.for_dropout(True) for row in builds) if wanted.dropout else builds
 
+    if wanted.dropout and (wanted.dtype not in DTYPE_NAMES or wanted.packed):
+        return ()
     if wanted.dtype in ("float32", "float64"):
         # Other calls do without these modules, whose import takes some milliseconds.
         from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
@@ -108,7 +120,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
             main = [row, bwd_convert_dq.row_after(row)]
-        if not main:
+        if not main and not wanted.dropout:
             main += pick(bwd_dkdv_sm90.VARIANTS, wanted.masked)
             main += pick(bwd_dq_sm90.VARIANTS, wanted.masked)
     if wanted.strided and not main:
@@ -121,7 +133,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         return found
     last: list[BackwardVariant] = []
     of_pairs = wanted.score is not None and wanted.score.bias_axes == "pair"
-    if wanted.mapped and wanted.dbias_fills and of_pairs:  # one may broadcast where it is read only
+    fills = wanted.mapped and wanted.dbias_fills and not wanted.dropout
+    if fills and of_pairs:  # one may broadcast where it is read only
         last += pick(bwd_dbias_sm90.VARIANTS, wanted.masked)
     return *found, *(last or pick(bwd_dbias_sm80.VARIANTS, wanted.masked))
 
@@ -160,6 +173,7 @@ def make_plan(
     names = [name for name in ARRAYS if name not in copies]
     if traits.problem.score is not None:
         names += score_pointers(traits.problem).values()
+    names += ("seed",) if traits.problem.dropout is not None else ()
     names += TABLE_ARRAYS if traits.wanted.masked else ()
     names += OFFSETS if traits.wanted.packed else ()
     names += ("k_lengths",) if traits.wanted.lengths else ()

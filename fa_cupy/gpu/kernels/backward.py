@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.dropout.arguments import Dropout
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.kernels.attention.attention_params import (
@@ -22,6 +23,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_BATCH_AXES,
     MAX_GRID,
     MAX_LENGTH,
+    PARAMS_WITH_DROPOUT,
 )
 from fa_cupy.gpu.kernels.attention.row_intervals import supports
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
@@ -40,7 +42,7 @@ from fa_cupy.gpu.kernels.tensor_maps import (
     maps_walk,
     padded,
 )
-from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.gpu.kernels.variant import DROPOUT_DEFINES, PARAMS, Variant
 from fa_cupy.gpu.plan import Step
 from fa_cupy.tiled.softcap import folds
 
@@ -70,6 +72,15 @@ BACKWARD_FIELDS: list[Any] = (
 #: ``bwd_dq_sm80``.
 BACKWARD_PARAMS = np.dtype(BACKWARD_FIELDS, align=True)
 
+
+def with_dropout(params: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the struct of builds with dropout, given that of others."""
+    of_common = {"common": PARAMS_WITH_DROPOUT}
+    fields: list[Any] = [(name, of_common.get(name, params[name])) for name in params.names or ()]
+    return padded(fields, 64 if fields[0][0] == "q_map" else params.alignment)
+
+
+_NO_SEED: dict[str, str] = {}
 # The arrays that have a tensor map, in the order of the struct, and those that are read.
 _MAPPED = ("q", "k", "v", "dout", "dk", "dv", "dq")
 _READ = ("q", "k", "v", "dout")
@@ -120,10 +131,15 @@ class BackwardVariant(Variant):
         return (
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            ("FA_PARAMS_BYTES", PARAMS[self.dropout].itemsize),
             *self.key_defines,
+            *DROPOUT_DEFINES[self.dropout],
             *self.score_defines,
         )
+
+    def sized(self, params: np.dtype[Any]) -> int:
+        """Return the bytes of a struct of parameters in this build."""
+        return (with_dropout(params) if self.dropout else params).itemsize
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch of the kernel, whose parts of the workspace are added to `launches`."""
@@ -158,7 +174,7 @@ class BackwardSm80(BackwardVariant):
             ("FA_STAGES", self.stages),
             ("FA_BLOCKS", self.blocks),
             ("FA_SPARSE", int(self.sparse)),
-            ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
+            ("FA_BACKWARD_PARAMS_BYTES", self.sized(BACKWARD_PARAMS)),
         )
 
 
@@ -192,7 +208,7 @@ class BackwardSm90(BackwardVariant):
             ("FA_TILE_N", self.tile_n),
             ("FA_STAGES", self.stages),
             ("FA_SPARSE", int(self.sparse)),
-            ("FA_SM90_PARAMS_BYTES", BWD_SM90_PARAMS.itemsize),
+            ("FA_SM90_PARAMS_BYTES", self.sized(BWD_SM90_PARAMS)),
         )
 
     @property
@@ -235,8 +251,11 @@ class BackwardSm90(BackwardVariant):
         dtype : numpy.dtype
             Of a struct that begins as `BWD_SM90_PARAMS`.
         """
-        problem, params = traits.problem, np.zeros(1, dtype)
-        params["common"] = traits.common("q", "dq", problem.v_dim, self.tile_m)
+        problem, params, seed = traits.problem, np.zeros(1, dtype), _NO_SEED
+        if problem.dropout is None:
+            params["common"] = traits.common("q", "dq", problem.v_dim, self.tile_m)
+        else:
+            params, seed = struct_with_dropout(traits, dtype, self.tile_m, problem.dropout)
         params["size"] = traits.size
         for name in _READ:
             params[f"{name}_step"] = [step != 0 for step in traits.steps[name]]
@@ -250,7 +269,7 @@ class BackwardSm90(BackwardVariant):
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
         addresses = {name: name for name in ("lse_delta", "tile_counters", "nonfinite_flags")}
         addresses |= traits.mask(params, by_key)
-        addresses |= traits.operands
+        addresses |= traits.operands | seed
         maps: dict[str, Any] = {
             f"{name}_map": (name, traits.geometry(name, boxes.get(name, BOX))) for name in _MAPPED
         }
@@ -298,6 +317,8 @@ class Wanted(NamedTuple):
         each multiprocessor.
     packed : bool
         Whether sequences are packed.
+    dropout : bool
+        Whether weights are dropped.
     lengths : bool
         Whether batch entries have numbers of keys of their own.
     """
@@ -311,6 +332,7 @@ class Wanted(NamedTuple):
     dbias: bool = False
     dbias_fills: bool = False
     packed: bool = False
+    dropout: bool = False
     lengths: bool = False
 
 
@@ -388,12 +410,11 @@ class Traits:
         served = walked and takes_dims(problem.dtype.name, *sizes[2:]) and takes_scale(problem)
         # Kernels of float32 add up dQ and dK before they multiply them by the scale: with an
         # extraordinary one the sums may leave float32 where the gradients do not.
-        served = served and (problem.dtype != np.float32 or folds(problem.scale))
-        served = served and (problem.offsets is None or supports(problem))
-        item = problem.dtype.itemsize
+        wide = problem.dtype == np.float32 and not folds(problem.scale)
+        served = served and not wide and (problem.offsets is None or supports(problem))
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
         self.gathers = walked and all(
-            x.strides[-1] == item or x.shape[-1] == 1
+            x.strides[-1] == problem.dtype.itemsize or x.shape[-1] == 1
             for name, x in self.views.items()
             if name not in _ANY_STRIDES
         )
@@ -407,6 +428,7 @@ class Traits:
             dbias=views.dbias is not None,
             dbias_fills=views.dbias is not None and self._dbias_fills(views.dbias),
             packed=problem.offsets is not None,
+            dropout=problem.dropout is not None,
             lengths=problem.k_lengths is not None,
         )
         #: For fields of a struct, what scores are made of besides products.
@@ -547,6 +569,28 @@ class Launches:
         return min(self.multiprocessors, blocks)
 
 
+def struct_with_dropout(
+    traits: Traits, dtype: np.dtype[Any], tile_m: int, dropout: Dropout
+) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
+    """Return a struct with the arguments of all kernels, and the field that has the seed.
+
+    Parameters
+    ----------
+    traits : Traits
+    dtype : numpy.dtype
+        Of the struct in builds without dropout.
+    tile_m : int
+        Of the kernel.
+    dropout : Dropout
+    """
+    problem, params = traits.problem, np.zeros(1, with_dropout(dtype))
+    common = traits.common("q", "dq", problem.v_dim, tile_m)
+    for name in common.dtype.names or ():
+        params["common"][name] = common[name]
+    attention_params.fill_dropout(params["common"]["dropout"][0], problem, dropout)
+    return params, {f"common.{dropout.field}": "seed"}
+
+
 def strided_params(
     traits: Traits, launches: Launches, tile_m: int, by_key: bool,
     dtype: np.dtype[Any] = BACKWARD_PARAMS,
@@ -564,8 +608,11 @@ def strided_params(
     dtype : numpy.dtype
         Of the struct.
     """
-    problem, params = traits.problem, np.zeros(1, dtype)
-    params["common"] = traits.common("q", "dq", problem.v_dim, tile_m)
+    problem, params, seed = traits.problem, np.zeros(1, dtype), _NO_SEED
+    if problem.dropout is None:
+        params["common"] = traits.common("q", "dq", problem.v_dim, tile_m)
+    else:
+        params, seed = struct_with_dropout(traits, dtype, tile_m, problem.dropout)
     for name in _ARRAYS:
         array = params[name]
         array["row"] = traits.views[name].strides[-2] // problem.dtype.itemsize
@@ -575,5 +622,5 @@ def strided_params(
     addresses = {name: name for name in ("lse_delta", "nonfinite_flags")}
     addresses |= {f"{name}.start": name for name in _ARRAYS}
     addresses |= traits.mask(params, by_key)
-    addresses |= traits.operands
+    addresses |= traits.operands | seed
     return params, addresses

@@ -158,9 +158,21 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
         return None
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
+    if problem.dropout is not None and not takes_dropout(problem):
+        return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
-    return found if found is None or problem.offsets is None else found.for_sequences(True)
+    if found is None:
+        return None
+    if problem.dropout is not None:
+        return found.for_dropout(True)
+    return found if problem.offsets is None else found.for_sequences(True)
+
+
+def takes_dropout(problem: Problem) -> bool:
+    """Whether kernels of the dtype of a problem have builds for its dropout."""
+    places = problem.offsets, problem.k_lengths, problem.pages
+    return places == (None, None, None) and problem.dtype.itemsize == 2
 
 
 def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:
@@ -171,7 +183,7 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
     lengths of keys, but for more rows with plain scores.
     """
     problem = traits.problem
-    if isinstance(variant, FwdFp32 | FwdFp32Sm90 | FwdFp64):
+    if isinstance(variant, FwdFp32 | FwdFp32Sm90 | FwdFp64) or problem.dropout is not None:
         return False
     of_pages, of_lengths = problem.pages is not None, bool(traits.key_views)
     if of_pages and problem.q_len == 1:
@@ -237,6 +249,8 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     assert isinstance(variant, Row)
     if problem.offsets is not None:
         variant = variant.for_sequences(True)
+    if problem.dropout is not None:
+        variant = variant.for_dropout(True)
     if isinstance(variant, FwdSm90) and traits.key_views:
         variant = variant.for_keys(True, False, pages=problem.pages is not None)
     elif traits.key_views:

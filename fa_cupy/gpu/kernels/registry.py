@@ -107,8 +107,14 @@ SPLIT: tuple[Variant, ...] = (
     ),
     *fwd_join_splits.VARIANTS,
 )
+#: Builds of attention and its gradients that drop weights.
+DROPOUT: tuple[Variant, ...] = tuple(
+    row.for_dropout(True)
+    for row in (*VARIANTS, *attention_backward.WITH_DROPOUT)
+    if row.dtype == "bfloat16" and not row.sparse
+)
 ROWS: tuple[Variant, ...] = (
     *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *GRADIENTS,
     *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *LENGTHS,
-    *SPLIT,
+    *SPLIT, *DROPOUT,
 )  # fmt: skip

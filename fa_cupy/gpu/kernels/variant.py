@@ -7,13 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS, PARAMS_WITH_DROPOUT
 from fa_cupy.gpu.kernels.score import ScoreMod
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 DTYPE_NAMES = ("float16", "bfloat16")
+
+# Of builds without dropout and with it: tuples, for a first call takes a step for each function.
+#: What all kernels of attention are given.
+PARAMS = ATTENTION_PARAMS, PARAMS_WITH_DROPOUT
+#: The constant of ``cuda_src/common/dropout.cuh``.
+DROPOUT_DEFINES: tuple[tuple[tuple[str, int], ...], ...] = (), (("FA_DROPOUT", 1),)
+#: Bytes of ``DropoutEntry`` there.
+DROPOUT_ENTRY_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,8 @@ class Variant:
         What a score is in this build; None for products times a positive scale.
     packed : bool
         Whether this build is for packed sequences.
+    dropout : bool
+        Whether this build drops weights.
     lengths : bool
         Whether this build is for batch entries with numbers of keys of their own.
     """
@@ -58,6 +68,7 @@ class Variant:
     hot_targets: tuple[str, ...] = ("sm_90a",)
     score: ScoreMod | None = None
     packed: bool = False
+    dropout: bool = False
     lengths: bool = False
 
     @property
@@ -71,6 +82,7 @@ class Variant:
             + (f"-{self.score.name}" if self.score else "")
             + ("-packed" if self.packed else "")
             + self.of_keys
+            + ("-dropout" if self.dropout else "")
         )
 
     @property
@@ -108,8 +120,9 @@ class Variant:
             ("FA_STAGES", self.stages),
             ("FA_SPARSE", int(self.sparse)),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            ("FA_PARAMS_BYTES", PARAMS[self.dropout].itemsize),
             *self.key_defines,
+            *DROPOUT_DEFINES[self.dropout],
             *self.score_defines,
         )
 
@@ -136,6 +149,10 @@ class Variant:
     def for_sequences(self, packed: bool) -> Self:
         """Return the build of this row for packed sequences, or for none."""
         return dataclasses.replace(self, packed=packed) if packed else self
+
+    def for_dropout(self, dropout: bool) -> Self:
+        """Return the build of this row that drops weights, or the one that does not."""
+        return dataclasses.replace(self, dropout=dropout) if dropout else self
 
     def for_lengths(self, lengths: bool) -> Self:
         """Return the build of this row for lengths of entries, or for none."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View, sum_dtype
+from fa_cupy.dropout.arguments import Dropout
 from fa_cupy.gpu.kernels.score import (
     MAX_SCORE_ARRAYS,
     SCORE_ARRAY,
@@ -42,9 +43,9 @@ MASK_LISTS = np.dtype(
     align=True,
 )
 
-#: The same fields in the same order as ``struct AttentionParams`` in
-#: ``cuda_src/common/attention_params.cuh``, which checks the size when it is compiled.
-ATTENTION_PARAMS = np.dtype(
+# The same fields in the same order as ``struct AttentionParams`` in
+# ``cuda_src/common/attention_params.cuh``, which checks the size when it is compiled.
+_FIELDS: list[Any] = (
     [(name, np.uint64) for name in POINTERS]
     + [("first_batch", np.int64), ("aligned", np.int32), ("batch_axes", np.int32)]
     + [("mask", MASK_LISTS), ("bias_row", np.int64), ("bias_col", np.int64)]
@@ -56,9 +57,26 @@ ATTENTION_PARAMS = np.dtype(
     + SCORE_FIELDS
     + [("sinks", np.uint64), ("sinks_batch", np.int64, (MAX_BATCH_AXES,))]
     + [("sinks_row", np.int64), ("sinks_kind", np.int32), ("score_heads", np.int32)]
-    + [("score_arrays", SCORE_ARRAY, (MAX_SCORE_ARRAYS,))],
+    + [("score_arrays", SCORE_ARRAY, (MAX_SCORE_ARRAYS,))]
+)
+ATTENTION_PARAMS = np.dtype(_FIELDS, align=True)
+
+#: The same fields in the same order as ``struct DropoutParams`` in ``cuda_src/common/dropout.cuh``.
+DROPOUT_PARAMS = np.dtype(
+    [
+        ("seed_data", np.uint64),
+        ("seed", np.uint64),
+        ("first_entry", np.int64),
+        ("threshold", np.uint32, (8,)),
+        ("lower_threshold", np.uint32),
+        ("factor", np.float32),
+        ("inverse_factor", np.float32),
+        ("heads", np.int32),
+    ],
     align=True,
 )
+#: Of builds with dropout.
+PARAMS_WITH_DROPOUT = np.dtype([*_FIELDS, ("dropout", DROPOUT_PARAMS)], align=True)
 #: The parts of a mask, whose addresses calls with one give after those of the arrays.
 MASK_PARTS = tuple(f"mask.{name}" for name in MASK_LISTS.names or ())
 
@@ -178,7 +196,8 @@ class Traits:
     score : ScoreMod or None
         What kernels compute besides products times a positive scale.
     pointers : tuple of str
-        The arrays that launches point to: `POINTERS`, and the sinks if there are any.
+        The arrays that launches point to: `POINTERS`, and the sinks if there are any; the seed of
+        dropout follows.
     """
 
     def __init__(self, problem: Problem, out: View) -> None:
@@ -226,6 +245,9 @@ class Traits:
         #: The field of ``AttentionParams`` that points to each.
         self.fields = {name: name for name in self.pointers if name not in score_arrays.values()}
         self.fields |= score_arrays
+        if problem.dropout is not None:  # an address, or a number in place of it
+            self.pointers += ("seed",)
+            self.fields[problem.dropout.field] = "seed"
 
     def aligned(self, names: tuple[str, ...] = _ROWS) -> tuple[str, ...]:
         """Return the names of arrays whose rows begin at multiples of 16 bytes if the arrays do.
@@ -256,7 +278,7 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
     Returns
     -------
     params : numpy.ndarray
-        Shape (1,), dtype `ATTENTION_PARAMS`.
+        Shape (1,), dtype `ATTENTION_PARAMS` or `PARAMS_WITH_DROPOUT`.
     parts : list of Part
         One, unless there are more batch axes or tiles than a launch takes.
     """
@@ -265,7 +287,7 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
     outer = max(0, len(sizes) - MAX_BATCH_AXES)
     axes = len(sizes) - outer
 
-    params = np.zeros(1, ATTENTION_PARAMS)
+    params = np.zeros(1, ATTENTION_PARAMS if problem.dropout is None else PARAMS_WITH_DROPOUT)
     p = params[0]
     for name, view in views.items():
         if name != "bias":
@@ -281,6 +303,8 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
     p["q_tiles"] = traits.query_tiles(tile_m)
     p["lower"], p["upper"] = band_limits(problem)
     fill_score(p, problem, traits.score)
+    if problem.dropout is not None:
+        fill_dropout(p["dropout"], problem, problem.dropout)
     if problem.sinks_dtype is not None:
         p["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
 
@@ -289,6 +313,15 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
         strides["lse"] = [row_bytes * math.prod(sizes[a + 1 :]) for a in range(outer)]
     found = list(parts(traits.pointers, sizes, outer, strides, int(p["q_tiles"])))
     return params, found
+
+
+def fill_dropout(p: Any, problem: Problem, dropout: Dropout) -> None:
+    """Write what a kernel knows of dropout, all but the seed and a launch's first entry."""
+    upper, lower = divmod(dropout.threshold, 1 << 32)
+    p["threshold"] = [0xFFFFFFFF * (upper >> bit & 1) for bit in range(len(p["threshold"]))]
+    p["lower_threshold"] = lower
+    p["factor"], p["inverse_factor"] = dropout.factor, 1 - dropout.p
+    p["heads"] = math.prod(problem.out_shape[-3:-2])
 
 
 def mask_addresses(prefix: str = "", whole: bool = True) -> dict[str, str]:

@@ -60,6 +60,8 @@ class BwdConvertDq(BackwardVariant):
         (main,) = (variant for variant in launches.variants if isinstance(variant, BwdSm90))
         params, problem = np.zeros(1, BWD_CONVERT_DQ_PARAMS), traits.problem
         params["common"] = traits.common("q", "dq", problem.head_dim, main.tile_m)
+        if problem.dropout is not None:  # the sums are those of dS divided by it
+            params["common"]["scale"] *= problem.dropout.factor
         params["tile_m"], params["tile_n"] = main.tile_m, main.tile_n
         params["blocks"] = -(-main.dim // 64)
         addresses = {name: name for name in ("dq_accum", "nonfinite_flags")}

@@ -44,8 +44,8 @@ class BwdNonfinite(BackwardVariant):
             *super().defines,
             ("FA_DIM", self.dim),
             ("FA_THREADS", self.threads),
-            ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
-            ("FA_NONFINITE_PARAMS_BYTES", NONFINITE_PARAMS.itemsize),
+            ("FA_BACKWARD_PARAMS_BYTES", self.sized(BACKWARD_PARAMS)),
+            ("FA_NONFINITE_PARAMS_BYTES", self.sized(NONFINITE_PARAMS)),
         )
 
     def step(self, traits: Traits, launches: Launches) -> Step:

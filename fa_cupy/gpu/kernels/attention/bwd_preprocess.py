@@ -39,6 +39,10 @@ class BwdPreprocess(BackwardVariant):
         """Return the row: it computes no scores."""
         return self
 
+    def for_dropout(self, dropout: bool) -> BwdPreprocess:
+        """Return the row: delta is made of the output, whatever was dropped."""
+        return self
+
     @property
     def shared_bytes(self) -> int:
         """None."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from fa_cupy.gpu.kernels.backward import GROUPS, WORK_STAGES, BackwardSm90, Launches, Traits
 from fa_cupy.gpu.kernels.score import ScoreMod
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 #: Parts of a tile of dQ: each consumer computes one, of 64 columns by `dq_tile_m` queries.
@@ -65,7 +65,8 @@ class BwdSm90(BackwardSm90):
         stages_bias = self.score is not None and self.stages_bias
         bias = 2 * self.tile_m * self.tile_n if stages_bias else 0
         staged = staging * 4 * 64 * self.dq_tile_m
-        return tiles + scores + bias + staged + rows + -(-end // 16) * 16
+        kept = DROPOUT_ENTRY_BYTES * self.stages + 8 * self.tile_m * GROUPS if self.dropout else 0
+        return tiles + scores + bias + staged + rows + -(-end // 16) * 16 + kept
 
     @property
     def stages_bias(self) -> bool:
@@ -98,6 +99,17 @@ class BwdSm90(BackwardSm90):
         # What rows see of keys takes the registers that wide tiles leave to other scores.
         fits = self.tile_m < 128 or self.score is None
         return replace(self, packed=True, **({} if fits else _NARROW))
+
+    def for_dropout(self, dropout: bool) -> BwdSm90:
+        """Return the build of this row that drops weights, or the one that does not.
+
+        Wide tiles leave no shared memory for the decisions, nor do barriers of three threads that
+        store, under a mask.
+        """
+        if not dropout:
+            return self
+        narrow = _NARROW if self.tile_m == 128 else {}
+        return replace(self, dropout=True, store_threads=2, **narrow)
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch: a part of the work for each tile of keys."""

@@ -11,7 +11,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     make_params,
     mask_addresses,
 )
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, DTYPE_NAMES, Variant
 from fa_cupy.gpu.plan import Step
 
 _WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
@@ -38,6 +38,7 @@ class FwdSm80(Variant):
         return (
             tiles
             + _WORK_BYTES
+            + DROPOUT_ENTRY_BYTES * self.dropout
             + listed
             + (2 * self.tile_m * self.tile_n if self.stages_bias else 0)
         )
@@ -97,6 +98,8 @@ def steps(traits: Traits, variant: Variant) -> list[Step]:
     for part in parts:
         own = params.copy()
         own["first_batch"] = part.first_batch
+        if traits.problem.dropout is not None:
+            own["dropout"]["first_entry"] = part.entry
         addresses = dict(traits.fields)
         shifts = dict(zip(traits.pointers, part.offsets, strict=True))
         if traits.problem.mask is not None:

@@ -17,7 +17,6 @@ import numpy as np
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.kernels.attention.attention_params import (
-    ATTENTION_PARAMS,
     MAX_BATCH_AXES,
     MAX_LENGTH,
     Traits,
@@ -36,7 +35,7 @@ from fa_cupy.gpu.kernels.tensor_maps import (
     maps_walk,
     padded,
 )
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, DTYPE_NAMES, PARAMS, Variant
 from fa_cupy.gpu.plan import MARK, Step
 from fa_cupy.keys.layout import Pages
 
@@ -69,19 +68,22 @@ TILE_SCHEDULER = np.dtype(
 )
 #: The same fields in the same order as ``struct FwdSm90Params`` in
 #: ``cuda_src/attention/fwd_sm90.cuh``, which checks the size when it is compiled.
-FWD_SM90_PARAMS = padded(
-    [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
-    + [("common", ATTENTION_PARAMS), ("scheduler", TILE_SCHEDULER), ("size", np.int32, (MAP_AXES,))]
-    + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
-    + [("row_shift", np.int32), ("splits", np.int32), ("rows", np.int64)]
-    + [(name, np.uint64) for name in (*PARTIAL, "k_lengths")]
-    + [("k_lengths_batch", np.int64, (MAX_BATCH_AXES,))]
-    + [(name, np.int32) for name in ("k_lengths_bytes", "band_from_end")]
-    + [(name, np.int32) for name in ("page_size", "page_shift", "pages", "page_table_bytes")]
-    + [("page_table", np.uint64), ("page_table_batch", np.int64, (MAX_BATCH_AXES,))]
-    + [(name, np.int64) for name in ("page_table_col", "k_page", "v_page")]
-    + [(name, np.int32) for name in ("page_axis", "page_box")],
-    alignment=64,
+FWD_SM90_PARAMS, _ = SM90_PARAMS = tuple(
+    padded(
+        [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
+        + [("common", common), ("scheduler", TILE_SCHEDULER), ("size", np.int32, (MAP_AXES,))]
+        + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
+        + [("row_shift", np.int32), ("splits", np.int32), ("rows", np.int64)]
+        + [(name, np.uint64) for name in (*PARTIAL, "k_lengths")]
+        + [("k_lengths_batch", np.int64, (MAX_BATCH_AXES,))]
+        + [(name, np.int32) for name in ("k_lengths_bytes", "band_from_end")]
+        + [(name, np.int32) for name in ("page_size", "page_shift", "pages", "page_table_bytes")]
+        + [("page_table", np.uint64), ("page_table_batch", np.int64, (MAX_BATCH_AXES,))]
+        + [(name, np.int64) for name in ("page_table_col", "k_page", "v_page")]
+        + [(name, np.int32) for name in ("page_axis", "page_box")],
+        alignment=64,
+    )
+    for common in PARAMS
 )
 
 
@@ -147,7 +149,7 @@ class FwdSm90(Variant):
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
-        work += 16 if self.lengths else 0
+        work += (16 if self.lengths else 0) + DROPOUT_ENTRY_BYTES * self.dropout
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
@@ -173,7 +175,7 @@ class FwdSm90(Variant):
             ("FA_Q_STAGES", self.q_stages),
             ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
             ("FA_Q_IN_REGISTERS", int(self.q_registers)),
-            ("FA_SM90_PARAMS_BYTES", FWD_SM90_PARAMS.itemsize),
+            ("FA_SM90_PARAMS_BYTES", SM90_PARAMS[self.dropout].itemsize),
             *((("FA_SPLIT", 1),) if self.split else ()),
             *((("FA_PAGES", 1),) if self.pages else ()),
         )
@@ -272,7 +274,8 @@ def packed_heads(traits: Traits, tile_m: int) -> int:
     if not axes or any(strides[name][-1] for name in shared) or not strides["q"][-1]:
         return 1
     heads, rows = axes[-1], problem.q_len * axes[-1]
-    if traits.score or heads > _MAX_PACKED or heads & (heads - 1):
+    numbered = traits.score or problem.dropout is not None  # heads have different numbers
+    if numbered or heads > _MAX_PACKED or heads & (heads - 1):
         return 1
     fewer = -(-rows // tile_m) < heads * -(-problem.q_len // tile_m)
     return heads if fewer and rows <= MAX_LENGTH else 1
@@ -285,7 +288,7 @@ def splits_of_keys(traits: Traits, variant: FwdSm90, multiprocessors: int) -> in
     scale without a mask. Then `fwd_join_splits` follows.
     """
     problem, tile_m = traits.problem, variant.tile_m
-    if variant.sparse or variant.score is not None or variant.packed:
+    if variant.sparse or variant.score is not None or variant.packed or variant.dropout:
         return 1
     key_tiles, most_tiles = -(-problem.k_len // variant.tile_n), multiprocessors // 2
     entries = math.prod(problem.batch)
@@ -354,7 +357,7 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
     strides = {name: [0] * missing + strides[name] for name in MAPPED}
     tiles = splits * -(-problem.q_len * heads // variant.tile_m)
 
-    params = np.zeros(1, FWD_SM90_PARAMS)
+    params = np.zeros(1, SM90_PARAMS[variant.dropout])
     p = params[0]
     p["common"] = make_params(traits, variant.tile_m)[0][0]
     p["common"]["q_tiles"], p["common"]["aligned"] = tiles // splits, 1

@@ -53,7 +53,7 @@ class BwdDbiasSm80(BackwardSm80):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_DBIAS_PARAMS_BYTES", DBIAS_PARAMS.itemsize))
+        return (*super().defines, ("FA_DBIAS_PARAMS_BYTES", self.sized(DBIAS_PARAMS)))
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch: a block for each tile of the gradient, or for each split of one."""

@@ -1,0 +1,135 @@
+"""Dropout on a GPU: the pairs that the CPU keeps, in all kernels, and seeds that graphs read."""
+
+import numpy as np
+import pytest
+
+from fa_cupy import BitMask, attention, attention_backward, reference
+from tests.support.strategies import BFLOAT16, to_numpy
+
+pytest.importorskip("cupy")
+import cupy as cp
+
+from fa_cupy.gpu.driver.devices import current_target
+from tests.support import plans
+
+HALF = np.dtype(np.float16)
+LIMITS = {HALF: 2e-3, BFLOAT16: 1.5e-2}
+SEED = 2**63 + 12345
+CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans(cupy):
+    """Every test starts without plans."""
+    if current_target() is None:
+        pytest.skip("the kernels do not run on this device")
+    plans.forget()
+    yield
+    plans.forget()
+
+
+def draw(*shapes, dtype=HALF, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(np.float32).astype(dtype) for shape in shapes]
+
+
+def check(dtype, q, k, v, dout, mask=None, **options):
+    """Hold output, log-sum-exp and gradients against float64."""
+    of_call = {"dropout": 0.3, "seed": SEED, **options}
+    device = [cp.asarray(x) for x in (q, k, v)]
+    out, lse = attention(*device, mask=mask, return_lse=True, **of_call)
+    want, want_lse = reference.attention(q, k, v, None, mask, **of_call)
+    limit = LIMITS[dtype]
+    assert reference.relative_error(to_numpy(out).astype(np.float64), want) < limit
+    assert reference.relative_error(to_numpy(lse), want_lse) < limit
+    again = attention(*device, mask=mask, **of_call)
+    assert to_numpy(again).tobytes() == to_numpy(out).tobytes()
+    grads = attention_backward(cp.asarray(dout), *device, out, lse, None, mask, **of_call)
+    wants = reference.attention_backward(dout, q, k, v, None, mask, **of_call)
+    for x, y in zip(grads, wants, strict=True):
+        assert reference.relative_error(to_numpy(x).astype(np.float64), y) < 2 * limit
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+def test_grouped_heads(dim, dtype):
+    shapes = (2, 4, 700, dim), (2, 2, 900, dim), (2, 2, 900, dim), (2, 4, 700, dim)
+    check(dtype, *draw(*shapes, dtype=dtype), **CAUSAL)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_masks(dim):
+    seen = np.random.default_rng(1).random((700, 900)) < 0.5
+    seen[:128, :256], seen[128:256, 256:512] = True, False
+    shapes = (2, 4, 700, dim), (2, 4, 900, dim), (2, 4, 900, dim), (2, 4, 700, dim)
+    check(HALF, *draw(*shapes), mask=BitMask(seen), window=(500, 400), causal_align="top_left")
+
+
+def test_few_queries_and_any_layout():
+    shapes = (8, 8, 1, 128), (8, 2, 5000, 128), (8, 2, 5000, 128), (8, 8, 1, 128)
+    check(HALF, *draw(*shapes))
+    q, k, v = draw((2, 4, 300, 52), (2, 4, 333, 52), (2, 4, 333, 37))
+    options = {"dropout": 0.3, "seed": SEED, "softcap": 5.0, "sinks": np.zeros((4, 1), HALF)}
+    on_device = options | {"sinks": cp.zeros((4, 1), HALF)}
+    out = attention(*map(cp.asarray, (q, k, v)), **on_device)
+    want, _ = reference.attention(q, k, v, **options)
+    assert reference.relative_error(to_numpy(out).astype(np.float64), want) < 2e-3
+
+
+def test_a_graph_reads_the_seed_of_the_moment():
+    q, k, v = draw(*[(2, 4, 200, 64)] * 3)
+    device = [cp.asarray(x) for x in (q, k, v)]
+    seed, out = cp.array([5]), cp.empty((2, 4, 200, 64), HALF)
+    attention(*device, dropout=0.5, seed=seed, out=out)
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        attention(*device, dropout=0.5, seed=seed, out=out)
+        graph = stream.end_capture()
+    for number in (5, 6):
+        seed[0] = number
+        cp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        want, _ = reference.attention(q, k, v, dropout=0.5, seed=number)
+        assert reference.relative_error(to_numpy(out).astype(np.float64), want) < 2e-3
+
+
+def test_tensors_of_pytorch():
+    """Seeds are numbers, tensors on either device, or drawn by the generator of the device."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    from fa_cupy.torch import attention as of_tensors
+    from fa_cupy.torch import scaled_dot_product_attention
+
+    q, k, v, dout = draw(*[(2, 4, 200, 64)] * 4)
+    of_call = {"dropout": 0.3, "seed": 7}
+    want, _ = reference.attention(q, k, v, **of_call)
+    wants = reference.attention_backward(dout, q, k, v, **of_call)
+    for seed in (7, torch.tensor([7]), torch.tensor([7], device="cuda")):
+        tensors = [torch.tensor(x, device="cuda", requires_grad=True) for x in (q, k, v)]
+        out = of_tensors(*tensors, dropout=0.3, seed=seed)
+        assert reference.relative_error(out.detach().cpu().numpy().astype(float), want) < 2e-3
+        out.backward(torch.tensor(dout, device="cuda"))
+        for x, y in zip(tensors, wants, strict=True):
+            assert reference.relative_error(x.grad.cpu().numpy().astype(float), y) < 4e-3
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found += [scaled_dot_product_attention(*tensors, dropout_p=0.3) for _ in range(2)]
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+
+
+def test_what_no_kernel_does_is_refused():
+    """Before anything is allocated."""
+    x = [cp.zeros((1, 1, 40, 64), np.float32) for _ in range(3)]
+    text = r"attention: dropout is 0\.1, and no kernel on a GPU serves this call"
+    pool = cp.get_default_memory_pool()
+    before = pool.used_bytes()
+    with pytest.raises(NotImplementedError, match=text):
+        attention(*x, dropout=0.1, seed=1)
+    assert pool.used_bytes() == before
+    with pytest.raises(NotImplementedError, match=text):
+        attention(*[y.astype(HALF) for y in x], dropout=0.1, seed=1, k_lengths=20)

@@ -1,0 +1,112 @@
+"""Builds of the kernels of gradients that drop weights, in the emulator."""
+
+import numpy as np
+import pytest
+
+from fa_cupy import reference
+from fa_cupy.dropout.arguments import Dropout
+from fa_cupy.gpu.kernels import backward
+from fa_cupy.gpu.kernels.attention_backward import select
+from fa_cupy.gpu.kernels.score import ScoreMod
+from tests.support.every_run import some
+from tests.support.kernel_attention import BANDS, DTYPES, blocks_of, draw
+from tests.support.planted import plant
+from validation.emulator.calls import attention_backward
+
+pytestmark = pytest.mark.emulator
+
+DROPOUT = Dropout(0.3, 2**63 + 12345)
+CALLS = [
+    (dtype, dim, masked, target)
+    for target, dims in (("sm_80", (32, 64, 96, 128, 192, 256)), ("sm_90a", (64, 96, 128)))
+    for dtype in DTYPES
+    for dim in dims
+    for masked in (False, True)
+]
+
+
+def kernels(dtype, dim, masked=False, target="sm_80"):
+    wanted = backward.Wanted(dtype, dim, masked, mapped=target == "sm_90a", dropout=True)
+    return select(wanted, target)
+
+
+def check(rows, dtype, dim, mask=None, bad=False, sources=None, order=0, **options):
+    """Hold gradients against those of the definition."""
+    shapes = (4, 70), (2, 200), (2, 200), (4, 70)
+    q, k, v, dout = (draw(2, *x, dim, dtype=DTYPES[dtype], seed=i) for i, x in enumerate(shapes))
+    if bad:  # which reaches what keeps these pairs
+        v[0, 0, 7], dout[1, 1, 9] = np.nan, np.inf
+    of_call = {"dropout": DROPOUT.p, "seed": DROPOUT.seed, **options}
+    out, lse = reference.attention(q, k, v, None, mask, **of_call)
+    given = (dout, q, k, v, out.astype(DTYPES[dtype]), lse, None)
+    found = attention_backward(
+        rows, *given, mask=mask, dropout=DROPOUT, sources=sources or {}, seed=order, **options
+    )
+    want = reference.attention_backward(dout, q, k, v, None, mask, **of_call)
+    for name, x, y in zip("qkv", found, want, strict=True):
+        assert reference.relative_error(x.astype(np.float64), y) < {"float16": 1e-3}.get(
+            dtype, 8e-3
+        ), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "masked", "target"), some(CALLS, lambda call: (call[1] > 128, *call[2:]))
+)
+def test_every_call(dtype, dim, masked, target):
+    rows = kernels(dtype, dim, masked, target)
+    # One kernel rounds dQ on SM90, which is added up, and one multiplies it elsewhere.
+    assert [row.dropout for row in rows] == [False, True, target == "sm_80", True]
+    mask = blocks_of(np.random.default_rng(0), 70, 200, density=0.5) if masked else None
+    check(rows, dtype, dim, mask, **BANDS[1])
+    check(rows, dtype, dim, mask, bad=True, softcap=0.0)
+
+
+@pytest.mark.parametrize("axes", ["pair", "key"])
+def test_gradient_of_a_bias(axes):
+    score = ScoreMod(bias_axes=axes, bias_dtype="float32")
+    wanted = backward.Wanted("float16", 64, mapped=False, dropout=True, dbias=True, score=score)
+    shapes = zip((2, 1, 1, 2), (40, 150, 150, 40), strict=True)
+    q, k, v, dout = (draw(1, *x, 64, dtype=DTYPES["float16"], seed=i) for i, x in enumerate(shapes))
+    bias = draw(2, 40 if axes == "pair" else 1, 150, dtype=np.dtype(np.float32))
+    of_call = {"dropout": DROPOUT.p, "seed": DROPOUT.seed}
+    out, lse = reference.attention(q, k, v, bias, **of_call)
+    dlse = draw(1, 2, 40, dtype=np.dtype(np.float32))
+    given = (dout, q, k, v, out.astype(np.float16), lse, dlse)
+    found = attention_backward(select(wanted, "sm_80"), *given, bias=bias, dropout=DROPOUT)
+    want = reference.attention_backward(dout, q, k, v, bias, dlse=dlse, **of_call)
+    errors = [
+        reference.relative_error(x.astype(float), y) for x, y in zip(found, want, strict=True)
+    ]
+    assert max(errors) < 1e-3, errors
+
+
+def test_what_has_no_build_is_not_chosen():
+    for more in ({"packed": True}, {"strided": False, "mapped": False}, {"dtype": "float32"}):
+        wanted = {"dtype": "float16", "dim": 64, "dropout": True} | more
+        assert select(backward.Wanted(**wanted), "sm_90a") == ()
+
+
+PLANTED = {
+    "the other half": ("bwd_dkdv_sm80", ("own == 0 ? other : half", "own == 0 ? half : other")),
+    "a weight": ("bwd_dkdv_sm80", ("if constexpr (kDropout) drop_by_bits(s, kept);", "")),
+    "a factor of dV": ("bwd_dkdv_sm80", ("return p.dropout.factor;", "return 1.0f;")),
+    "a head": ("bwd_dkdv_sm80", ("work.entry * params.group + step.head);\n  make_kept",
+                                 "work.entry * params.group);\n  make_kept")),
+    "dP of queries": ("bwd_dq_sm80", ("constexpr (kDropout) drop_gradients",
+                                      "(false) drop_gradients")),
+    "another pair of queries": ("bwd_sm90", ("query + 2 * pair,", "query + pair,")),
+    "another key": ("bwd_sm90", ("warp_row() / 4 + lane / 4 % 2;", "warp_row() / 4;")),
+    "a scale of dK": ("bwd_sm90", ("scale * kept_factor(c.params.common);", "scale;")),
+    "a weight of dV": ("bwd_sm90", ("p[j][e] = of_kept;", "p[j][e] = weight;")),
+    "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(tmp_path, name):
+    stem, change = PLANTED[name]
+    source = plant(tmp_path, f"attention/{stem}", change)
+    rows = kernels("float16", 64, target="sm_90a" if stem == "bwd_sm90" else "sm_80")
+    with pytest.raises(AssertionError):
+        check(rows, "float16", 64, bad=stem == "bwd_nonfinite",
+              sources={f"attention_{stem}": source})  # fmt: skip
