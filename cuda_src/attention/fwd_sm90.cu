@@ -730,9 +730,9 @@ FA_DEVICE void reload_scores(const Consumer& c, const Pipelines& at, const Group
   if constexpr (kSparse) mask.listed = reload_mask_words(p, work, own.tile, mask.visible_bits);
 }
 
-// Which weights of a tile are kept, as words of a mask.  With kDropsEarly made while its products
-// are computed: ptxas would move this behind the wait for them, were it not for a wait for V that
-// follows.
+// Which weights of a tile are kept, as words of a mask.  Made while products are computed, when all
+// of them have been asked for and the next warpgroup has its turn: tensor cores would wait if it
+// stood between them.
 template <int kCols>
 FA_DEVICE void make_kept_bits(const Consumer& c, const Pipelines& at, const GroupWork& own,
                               uint32 (&kept)[1][2]) {
@@ -743,9 +743,7 @@ FA_DEVICE void make_kept_bits(const Consumer& c, const Pipelines& at, const Grou
 #endif
   make_kept_bits<kCols>(c.params.common.dropout, c.shared.work[at.work.index()].dropout,
                         lane_row(c, at, own), key_tile * kTileN, kept);
-  if constexpr (kDropsEarly) {
-    for (uint32& word : kept[0]) word = opaque(word);
-  }
+  for (uint32& word : kept[0]) word = opaque(word);  // or ptxas serialises products (C7511)
 #endif
 }
 
@@ -776,7 +774,7 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   }
   OperandTile<false, kCols / 8> operands;
   prefetch_operands<kFirst>(c, at, own, operands, key_tile);
-  if constexpr (kDropout && (kFirst || !kDropsEarly)) make_kept_bits<kCols>(c, at, own, kept);
+  if constexpr (kDropout && kFirst) make_kept_bits<kCols>(c, at, own, kept);
   finish_gemm_qk<kFirst>(c, at);
   if constexpr (!kOverlapSoftmaxPv) release_v<kFirst>(c, at);
   if constexpr (!kScoreMod) mod_and_mask_scores<kCols>(c, at, own, mask, s_tile, steady_scores);
@@ -1016,12 +1014,18 @@ FA_DEVICE void fwd_step(const Consumer& c, Pipelines& at, GroupWork& own, Online
   warp_scheduler_sync(c);
   wgmma_fence();
   gemm_qk<kCols>(s, q, q_tile, cvta_to_shared(c.shared.k[at.k.index()]));
-  uint32 kept[1][2];
-  if constexpr (kDropsEarly) make_kept_bits<kCols>(c, at, own, kept);
   wait(c.shared.v_full[at.v.index()], at.v.parity());
   wgmma_fence();
   gemm_pv<kTileN>(o, weights, cvta_to_shared(c.shared.v[at.v.index()]));
   if constexpr (!kExclusiveMma) warp_scheduler_arrive(c);
+  uint32 kept[1][2];
+  if constexpr (kDropout) {
+    // V is there: these loops keep ptxas from moving what is between them among the products, or
+    // behind the wait for them.
+    if constexpr (kExclusiveMma) wait(c.shared.v_full[at.v.index()], at.v.parity());
+    make_kept_bits<kCols>(c, at, own, kept);
+    wait(c.shared.v_full[at.v.index()], at.v.parity());
+  }
   softmax_step<false, kCols>(c, at, own, softmax, steady_scores, s, weights, o, q_tile, kept);
 }
 

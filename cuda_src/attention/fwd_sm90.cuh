@@ -72,10 +72,6 @@ constexpr bool kReadBiasLate = kStageBias && !kBiasIs16Bit;
 constexpr int kBiasStageBytes = 16 * kTileN * (kBiasIs16Bit ? 2 : 4);  // of a warp
 static_assert(!kStageBias || (kBiasAxes == kBiasOfPair && kBiasKind != kFloat64 && !kSparse),
               "there is a tile of a bias to be staged");
-// Words of dropout are made while the first products of a tile run (439 TFLOP/s at dim 128 on an
-// H200, 396 later), or when its scores are there: a thread of three groups has too few registers
-// before (302 at dim 64, 276 earlier).
-constexpr bool kDropsEarly = kDropout && kGroups == 2;
 constexpr int kQFragments = kQInRegisters ? kDim / 16 : 1;  // A operands of Q that a thread holds
 constexpr int kTilesPerBlock = kMaskBlock / kTileN;         // key tiles in a block of a mask
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").

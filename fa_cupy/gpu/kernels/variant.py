@@ -152,7 +152,8 @@ class Variant:
 
     def for_dropout(self, dropout: bool) -> Self:
         """Return the build of this row that drops weights, or the one that does not."""
-        return dataclasses.replace(self, dropout=dropout) if dropout else self
+        # Words of decisions take registers: up to 100 bytes are spilled.
+        return dataclasses.replace(self, dropout=True, hot_targets=()) if dropout else self
 
     def for_lengths(self, lengths: bool) -> Self:
         """Return the build of this row for lengths of entries, or for none."""

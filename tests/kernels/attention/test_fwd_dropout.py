@@ -21,7 +21,7 @@ SM80, SM80_SPARSE, SM90, SM90_SPARSE = (
     for hopper in (False, True)
     for sparse in (False, True)
 )
-EARLY = next(x for x in ROWS if isinstance(x, FwdSm90) and not x.sparse and x.dim == 128)
+DIM_128 = next(x for x in ROWS if isinstance(x, FwdSm90) and not x.sparse and x.dim == 128)
 
 
 def arrays_for(row, q_len=150, k_len=300, batch=(2, 2)):
@@ -68,13 +68,7 @@ PLANTED = [
     (SM90, ("x[i][3] = entry.b;", "x[i][3] = 0;")),
     (SM90, ("if constexpr (kDropout) drop_by_bits(s_tile, kept);", "")),
     (SM90, ("first_key / kDropoutGroup, tid_x_again() % 4", "first_key / kDropoutGroup, 0")),
-    (
-        EARLY,
-        (
-            "if constexpr (kDropsEarly) make_kept_bits<kCols>(c, at, own, kept);",
-            "kept[0][0] = kept[0][1] = ~0u;",
-        ),
-    ),
+    (DIM_128, ("key_tile * kTileN, kept);", "own.tile * 64, kept);")),
 ]
 
 
