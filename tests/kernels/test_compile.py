@@ -243,8 +243,8 @@ def test_every_kernel_has_a_row_and_every_row_a_kernel():
 def test_a_kernel_has_few_rows():
     sources = [row.source for row in ALL]
     # Five dims or six, two dtypes, with a mask or not, for plain scores or others; in one of the
-    # dtypes, those for packed sequences and with dropout, and of fwd_sm90 for numbers of keys, pages
-    # and parts.
+    # dtypes, those for packed sequences and with dropout, and of fwd_sm90 for numbers of keys,
+    # pages and parts.
     assert all(sources.count(source) <= 76 for source in sources)
 
 
