@@ -8,6 +8,7 @@ that an access past the end of an array is one past the end of an allocation.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -72,6 +74,18 @@ def child(part: str) -> int:
 
 
 # ------------------------------------------------------------------------------------ the parent
+def _findings(text: str) -> list[str]:
+    """What was found, with the line that says where in a kernel: each once, the most often first."""
+    finding = re.compile(r"=+ (Error|Warning|Invalid|Un|Barrier|Program hit)")
+    lines = text.replace(str(_ROOT), ".").splitlines()
+    found = Counter(
+        f"{line} {place.strip('= ')}".strip()
+        for line, place in itertools.zip_longest(lines, lines[1:], fillvalue="")
+        if finding.match(line)
+    )
+    return [f"{line} ({count} times)" for line, count in found.most_common()]
+
+
 def read_log(text: str, seconds: float) -> dict[str, Any]:
     """What a tool found, for the receipt."""
     made = re.search(rf"{_DONE}(\d+)", text)
@@ -79,8 +93,7 @@ def read_log(text: str, seconds: float) -> dict[str, Any]:
     if not counts or "Device not supported" in text:
         said = [line.strip("= ") for line in text.splitlines() if line.startswith("=========")]
         return {"ran": False, "why": " ".join(said[:3] or [text[-300:]])[:300]}
-    finding = re.compile(r"=+ (Error|Warning|Invalid|Un|Barrier|Program hit)")
-    findings = [line for line in text.splitlines() if finding.match(line)]
+    findings = _findings(text)
     errors = sum(counts)
     if made is None:  # it stopped early: no clean bill, whatever the summary counts
         errors = max(1, errors)

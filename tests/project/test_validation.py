@@ -328,6 +328,16 @@ def test_reading_findings():
     assert "Race reported" in found["findings"][0]
 
 
+def test_findings_say_where_and_how_often():
+    one = "========= Barrier error detected. Divergent thread(s) in block.\n"
+    text = 3 * (one + "=========     at some_kernel+0x20\n=========     by thread (1,0,0)\n")
+    text += one + "=========     at another+0x10\n"
+    found = sanitize.read_log(text + RACECHECK, 1.0)["findings"]
+    at = "Barrier error detected. Divergent thread(s) in block. at"
+    assert found[0] == f"========= {at} some_kernel+0x20 (3 times)"
+    assert f"========= {at} another+0x10 (1 times)" in found
+
+
 def test_a_child_that_stopped_is_not_clean():
     found = sanitize.read_log(MEMCHECK.replace("calls made: 12", "Traceback"), 1.0)
     assert found["errors"] == 1
