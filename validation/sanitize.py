@@ -75,7 +75,7 @@ def child(part: str) -> int:
 
 # ------------------------------------------------------------------------------------ the parent
 def _findings(text: str) -> list[str]:
-    """What was found, with the line that says where in a kernel: each once, the most often first."""
+    """What was found, with the line that says where in a kernel: each once, with its number."""
     finding = re.compile(r"=+ (Error|Warning|Invalid|Un|Barrier|Program hit)")
     lines = text.replace(str(_ROOT), ".").splitlines()
     found = Counter(

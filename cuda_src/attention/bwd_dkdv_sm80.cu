@@ -350,11 +350,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     gemm_scores(dp, shared.v, dout_tile);  // dP^T = V dO^T
     const int lane = tid_x_again() % 32;
     const float4* rows = &shared.lse_delta[q_stage][score_col() / 2 + lane % 4];
+    if constexpr (!kDropout) subtract_delta(dp, rows);
     const int own = work.first_key + score_row() + lane / 4;
     const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
     uint32 kept[kMmaM][2];
-    if constexpr (kDropout) drop_gradients(params, work, step, dp, kept, own, other);
-    subtract_delta(dp, rows);
+    if constexpr (kDropout) {
+      drop_gradients(params, work, step, dp, kept, own, other);
+      subtract_delta(dp, rows);
+    }
     const int64 bias_offset =
         kScoreMod ? batch_offsets(params.common, work.entry * params.group + step.head).bias : 0;
     if (kStageBias && has_aligned_rows(params.common, bias_offset)) {
