@@ -12,6 +12,7 @@
 #include "cuda_src/common/band.cuh"
 
 constexpr int kThreads = FA_THREADS;
+constexpr int kCachedTiles = FA_CACHED_TILES;
 
 struct RowIntervalsParams {
   const void* q_offsets;  // sequences + 1 of them
@@ -34,8 +35,9 @@ static_assert(sizeof(RowIntervalsParams) == FA_ROW_INTERVALS_PARAMS_BYTES,
               "fa_cupy/gpu holds the same");
 
 struct SharedStorage {
-  int disorder[kThreads / 32];  // whether a warp has found offsets that do not ascend
-  int work[kThreads];           // of some tiles of rows
+  int disorder[kThreads / 32];       // whether a warp has found offsets that do not ascend
+  int work[kThreads];                // of some tiles of rows
+  Interval key_tiles[kCachedTiles];  // what tiles of rows work on, where they are not more
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -191,11 +193,11 @@ FA_DEVICE int work_of(const PackedSequences& x, int tile) {
 
 // The first tile of rows for which `is_past` holds, which then holds for all later ones.
 template <typename IsPast>
-FA_DEVICE int first_tile(const PackedSequences& x, const IsPast& is_past) {
-  int begin = 0, end = x.params.q_tiles;
+FA_DEVICE int first_tile(int tiles, const IsPast& is_past) {
+  int begin = 0, end = tiles;
   while (begin < end) {
     const int middle = (begin + end) / 2;
-    if (is_past(key_tiles_of(x, middle))) {
+    if (is_past(middle)) {
       end = middle;
     } else {
       begin = middle + 1;
@@ -234,11 +236,19 @@ FA_DEVICE void write_query_tile(const PackedSequences& x, SharedStorage& shared,
 }
 
 // Writes which tiles of rows work on a thread's tile of keys.  Both ends of what a tile of rows
-// works on ascend from tile to tile.
-FA_DEVICE void write_key_tile(const PackedSequences& x, int tile) {
+// works on ascend from tile to tile.  A thread asks for those of 2 log2(tiles) tiles, each of which
+// takes two bisections of the offsets: a block finds all of them first, if they are few.
+FA_DEVICE void write_key_tile(const PackedSequences& x, SharedStorage& shared, int tile) {
+  const int tiles = x.params.q_tiles;
+  const bool is_cached = tiles <= kCachedTiles;
+  if (is_cached) {
+    for (int i = threadIdx.x; i < tiles; i += kThreads) shared.key_tiles[i] = key_tiles_of(x, i);
+    __syncthreads();
+  }
   if (tile >= x.params.k_tiles) return;
-  const int begin = first_tile(x, [&](const Interval& keys) { return keys.last >= tile; });
-  const int end = first_tile(x, [&](const Interval& keys) { return keys.first > tile; });
+  const auto keys_of = [&](int i) { return is_cached ? shared.key_tiles[i] : key_tiles_of(x, i); };
+  const int begin = first_tile(tiles, [&](int i) { return keys_of(i).last >= tile; });
+  const int end = first_tile(tiles, [&](int i) { return keys_of(i).first > tile; });
   x.params.query_tiles[tile] = {begin, end - 1};
 }
 
@@ -253,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   while (block >= params.blocks[part]) block -= params.blocks[part++];
   const int own = block * kThreads + threadIdx.x;  // lengths are far enough below 2**31
   if (part == 0) return write_query_tile(x, shared, own);
-  if (part == 1) return write_key_tile(x, own);
+  if (part == 1) return write_key_tile(x, shared, own);
   if (part == 2 && own < params.q_len + kIntervalPadding) {
     params.keys_of_row[own] = interval_of<false>(x, own);
   }

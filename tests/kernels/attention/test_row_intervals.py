@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, OUTPUTS, PADDING, intervals
+from fa_cupy.gpu.kernels.attention.row_intervals import (
+    CACHED_TILES,
+    OFFSETS,
+    OUTPUTS,
+    PADDING,
+    intervals,
+)
 from fa_cupy.gpu.plan import Plan, workspace_of
 from tests.support import packed_sequences
 from tests.support.every_run import examples
@@ -89,6 +95,16 @@ def test_sequences_in_order(lengths, band, tiles):
     check_intervals(parts["keys_of_row"], seen)
     check_intervals(parts["rows_of_key"], seen.T)
     check_tiles(parts, seen, *tiles)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_tiles_than_a_block_holds(more):
+    """The tiles of queries that work on a tile of keys are the same in both ways."""
+    rows = CACHED_TILES + more
+    offsets = [np.array([0, 700, 700, rows - 9, rows]), np.array([0, 90, 120, 150, 160])]
+    parts = written(offsets, (rows, 160), BANDS[1], 1, 64)
+    seen = packed_sequences.visible(*offsets, (rows, 160), **BANDS[1])
+    check_tiles(parts, seen, 1, 64)
 
 
 @pytest.mark.parametrize("far", [2**31, 2**32 + 5, 2**62, -(2**31) - 1, -(2**32) + 5, -(2**62)])

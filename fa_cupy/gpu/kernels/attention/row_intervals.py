@@ -20,6 +20,8 @@ from fa_cupy.score import tree
 PADDING = 256
 #: Bytes of a ``struct Interval`` there.
 INTERVAL_BYTES = 8
+#: Tiles of rows of which a block holds what they work on: 16 kB, for 131,072 queries by 64.
+CACHED_TILES = 2048
 #: What the kernel writes, in the order of ``struct RowIntervals``: fields of its own struct, and
 #: names of parts of a workspace. All but the first one are written where they are wanted.
 OUTPUTS = ("keys_of_row", "rows_of_key", "key_tiles", "query_tiles", "order")
@@ -49,8 +51,8 @@ class RowIntervals(Variant):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: a number for each warp, and one for each thread."""
-        return 4 * self.warps + 4 * self.threads
+        """Dynamic shared memory: a number for each warp and each thread, two for each tile."""
+        return 4 * self.warps + 4 * self.threads + INTERVAL_BYTES * CACHED_TILES
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -58,6 +60,7 @@ class RowIntervals(Variant):
         return (
             *super().defines,
             ("FA_THREADS", self.threads),
+            ("FA_CACHED_TILES", CACHED_TILES),
             ("FA_ROW_INTERVALS_PARAMS_BYTES", ROW_INTERVALS_PARAMS.itemsize),
         )
 
