@@ -259,16 +259,6 @@ def test_torch_without_gradients_and_with_errors(torch):
 
 
 @pytest.fixture
-def jax():
-    """JAX with 64-bit types."""
-    jax = pytest.importorskip("jax")
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield jax
-    jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture
 def callbacks(jax, monkeypatch):
     """The callbacks that are recorded."""
     recorded, record = [], jax.pure_callback

@@ -134,21 +134,6 @@ COMPILED = (
 )
 
 
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture
-def jax():
-    """JAX with 64-bit types."""
-    jax = pytest.importorskip("jax")
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield jax
-    jax.config.update("jax_enable_x64", before)
-
-
 @pytest.fixture(params=["torch", "jax"])
 def library(request):
     """A module with the functions, and what makes arrays of its library."""

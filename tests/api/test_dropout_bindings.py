@@ -21,20 +21,6 @@ def expected(q, k, v, dout, seed=SEED, **options):
     return out, fa_cupy.attention_backward(dout, q, k, v, out, lse, **of_call)
 
 
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture
-def jax():
-    jax = pytest.importorskip("jax")
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield jax
-    jax.config.update("jax_enable_x64", before)
-
-
 def of_torch(torch, function, *arrays):
     """Output and gradients of a function, for the last array as the gradient of its output."""
     tensors = [torch.from_numpy(x).requires_grad_() for x in arrays[:-1]]
