@@ -9,23 +9,11 @@ from tests.support.strategies import BFLOAT16, to_numpy
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu.driver.devices import current_target
-from tests.support import plans
-
+pytestmark = pytest.mark.usefixtures("fresh_kernels")
 HALF = np.dtype(np.float16)
 LIMITS = {HALF: 2e-3, BFLOAT16: 1.5e-2}
 SEED = 2**63 + 12345
 CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_plans(cupy):
-    """Every test starts without plans."""
-    if current_target() is None:
-        pytest.skip("the kernels do not run on this device")
-    plans.forget()
-    yield
-    plans.forget()
 
 
 def draw(*shapes, dtype=HALF, seed=0):

@@ -21,9 +21,9 @@ from tests.support.strategies import (
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu.driver.devices import current_target
 from tests.support import plans
 
+pytestmark = pytest.mark.usefixtures("fresh_kernels")
 HALF = np.dtype(np.float16)
 BANDS = [
     {},
@@ -31,16 +31,6 @@ BANDS = [
     {"window": (150, 20), "causal_align": "top_left"},
     {"window": (None, 0), "causal_align": "bottom_right", "softcap": 4.0},
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_plans(cupy):
-    """Every test starts without plans."""
-    if current_target() is None:
-        pytest.skip("the kernels do not run on this device")
-    plans.forget()
-    yield
-    plans.forget()
 
 
 def rng(seed=0):

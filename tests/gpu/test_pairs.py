@@ -14,10 +14,9 @@ from tests.support.strategies import BFLOAT16, UNIT, Case, check_against_referen
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu.driver.devices import current_target
 from fa_cupy.gpu.masks import pair_lists
-from tests.support import plans
 
+pytestmark = pytest.mark.usefixtures("fresh_kernels")
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32)]
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 BANDS = [
@@ -25,16 +24,6 @@ BANDS = [
     {"is_causal": True, "causal_align": "bottom_right"},
     {"window": (150, 20), "causal_align": "top_left", "softcap": 3.0},
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_plans(cupy):
-    """Every test starts without plans."""
-    if current_target() is None:
-        pytest.skip("the kernels do not run on this device")
-    plans.forget()
-    yield
-    plans.forget()
 
 
 def mask_of(dense):
