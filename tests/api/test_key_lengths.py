@@ -178,6 +178,18 @@ def test_a_table_without_pages_has_no_keys(xp):
     assert np.isneginf(lse).all()
 
 
+def test_sequences_without_keys_need_no_page():
+    """A cache to which nothing has been appended may have no memory."""
+    q, pages = np.ones((3, 1, 2, 4)), np.zeros((0, 1, 16, 4))
+    places = {"page_table": np.zeros((3, 2), int), "k_lengths": np.zeros(3, int)}
+    out, lse = attention(q, pages, pages, return_lse=True, **places)
+    want = reference.attention(q, pages, pages, **places)
+    np.testing.assert_array_equal(out, np.zeros((3, 1, 2, 4)))
+    np.testing.assert_array_equal(lse, np.full((3, 1, 2), -np.inf))
+    for x, y in zip((out, lse), want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 # Batch axes
 
 
