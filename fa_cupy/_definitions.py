@@ -112,7 +112,7 @@ def rows_of_pages(pages: Array, page_table: Array, axes: int) -> Array:
     """Return (..., heads, keys, dim), of 4 axes or more where queries have `axes` of them."""
     if not len(pages):  # no key is read
         pages = np.zeros((1, *pages.shape[1:]), pages.dtype)
-    x = pages[np.clip(page_table, 0, len(pages) - 1)]
+    x: Array = pages[np.clip(page_table, 0, len(pages) - 1)]
     x = np.moveaxis(x, -3, -4)
     x = x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
     return x[None] if axes >= 4 and x.ndim == 3 else x
