@@ -27,7 +27,7 @@ _LEAST, _MOST = 0.6, 1.6
 
 
 class Drawn(NamedTuple):
-    """A result whose decisions nobody else knows."""
+    """A result of another library, which does not say which weights it dropped."""
 
     result: Any
 

@@ -186,7 +186,7 @@ def fa_cupy(case: Dense, qkv: Qkv) -> Call:
 
 
 def dropped(case: Dense) -> dict[str, Any]:
-    """What this package is told of a case with dropout; nothing of others."""
+    """Return the arguments of dropout of a case; none for a case without."""
     return {"dropout": case.dropout, "seed": SEED} if case.dropout else {}
 
 

@@ -155,7 +155,7 @@ def test_heads_of_several_tiles():
 
 
 def test_repeated_calls_are_checked_once(monkeypatch):
-    """As calls with arrays are, and masks of other sizes are told apart."""
+    """A repeated call uses the plan of the first one; a mask of another size gets its own plan."""
     q, k, v = arrays((30,), 4, 4)
     calls, check = [], attention_problem.attention_problem
 

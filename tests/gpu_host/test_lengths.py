@@ -85,7 +85,7 @@ def problem(batch=(3, 4), heads=None, lengths=None, dtype=SINGLE, **options):
 
 
 def lengths_in(step, prefix="common"):
-    """What a launch is told of lengths, and by which field it gets their address."""
+    """The numbers and the address that a launch gets for lengths, and the fields they are in."""
     told = np.ascontiguousarray(step.params[prefix]["mask"]).view(np.uint8)
     (field,) = (field for field, name in step.addresses.items() if name == "k_lengths")
     return told[: key_lengths.KEY_LENGTHS.itemsize].view(key_lengths.KEY_LENGTHS)[0], field

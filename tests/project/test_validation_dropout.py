@@ -1,4 +1,4 @@
-"""What validation has of dropout, without a GPU: checks of results, and statistics of decisions."""
+"""Checks of results with dropout, and statistics of its decisions, without a GPU."""
 
 import dataclasses
 

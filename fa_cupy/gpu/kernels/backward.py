@@ -57,8 +57,9 @@ _ROWS_PER_FLAG = 64  # kRowsPerFlag of cuda_src/common/nonfinite_flags.cuh
 #: ``struct Array`` of ``cuda_src/common/backward_params.cuh``.
 ARRAY = np.dtype([("start", np.uint64), ("row", np.int64), ("batch", np.int64, (MAP_AXES,))])
 _ARRAYS = ("q", "k", "v", "dout", "dq", "dk", "dv")
-# Arrays that kernels read and write element by element.
-_ANY_STRIDES = ("bias", "sinks", "dbias", "k_lengths")
+# Arrays that a call may have besides, and those that kernels read and write element by element.
+_OPTIONS = ("bias", "sinks", "k_lengths")
+_ANY_STRIDES = (*_OPTIONS, "dbias")
 #: The fields of `BACKWARD_PARAMS`.
 BACKWARD_FIELDS: list[Any] = (
     [("common", ATTENTION_PARAMS)]
@@ -378,13 +379,8 @@ class Traits:
     def __init__(self, problem: Problem, views: Gradients) -> None:
         self.problem = problem
         found = {"q": problem.q, "k": problem.k, "v": problem.v, **views._asdict()}
+        found |= {name: getattr(problem, name) for name in _OPTIONS}
         self.views: dict[str, View] = {name: x for name, x in found.items() if x is not None}
-        if problem.bias is not None:
-            self.views["bias"] = problem.bias
-        if problem.sinks is not None:
-            self.views["sinks"] = problem.sinks
-        if problem.k_lengths is not None:
-            self.views["k_lengths"] = problem.k_lengths
         axes, steps = attention_params.merge_axes(problem.batch, self.views)
         self.entries = math.prod(axes)
         of_keys = [name for name in ("k", "v", "dk", "dv", "k_lengths") if name in steps]
