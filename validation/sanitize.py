@@ -28,6 +28,7 @@ from typing import Any
 from validation import (
     attention_calls,
     backward_calls,
+    dropout_calls,
     keyed_calls,
     packed_calls,
     pair_calls,
@@ -39,6 +40,7 @@ from validation import (
 _SHARES = {
     "attention": (attention_calls.run, 4),
     "attention_backward": (backward_calls.run, 6),
+    "attention_dropout": (dropout_calls.run, 4),
     "attention_keys": (keyed_calls.run, 2),
     "attention_pairs": (pair_calls.run, 2),
     "packed_sequences": (packed_calls.run, 10),
@@ -132,8 +134,17 @@ def together(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run_tool(program: str, tool: str, part: str, limit: float) -> dict[str, Any]:
-    """Run the child under one tool."""
+def _devices() -> list[str]:
+    """Return the devices that this process sees, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import cupy
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    count = int(cupy.cuda.runtime.getDeviceCount())
+    return named if named[0] else [str(i) for i in range(count)]
+
+
+def run_tool(program: str, tool: str, part: str, limit: float, device: str) -> dict[str, Any]:
+    """Run the child under one tool on one device."""
     command = [program, "--tool", tool, "--print-limit", "20"]
     if tool == "memcheck":
         # Bindings ask the driver for functions that it may not have; other failures of a call
@@ -153,6 +164,7 @@ def run_tool(program: str, tool: str, part: str, limit: float) -> dict[str, Any]
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": device},
     )
     try:
         log, _ = process.communicate(timeout=limit)
@@ -183,14 +195,18 @@ def main(argv: Sequence[str]) -> int:
     why = "compute-sanitizer is not installed" if program is None else ""
     why = why or ("" if store.gpu_available() else "no CuPy, or no GPU")
 
-    def found_by(work: tuple[str, str]) -> dict[str, Any]:
-        return {"ran": False, "why": why} if why else run_tool(str(program), *work, args.limit)
+    devices = [] if why else _devices()
+
+    def found_by(work: tuple[str, str], number: int) -> dict[str, Any]:
+        if why:
+            return {"ran": False, "why": why}
+        return run_tool(str(program), *work, args.limit, devices[number % len(devices)])
 
     tools: dict[str, dict[str, Any]] = {}
     works = list(product(names, parts))
-    # Side by side: a tool keeps one core busy, and the device hardly.
+    # Side by side: a tool keeps one core busy, and the device hardly; all devices take turns.
     with ThreadPoolExecutor(len(works)) as pool:
-        results = pool.map(found_by, works)
+        results = pool.map(found_by, works, range(len(works)))
         for tool in names:
             tools[tool] = found = together([next(results) for _ in parts])
             print(
