@@ -28,7 +28,6 @@ from typing import Any
 from validation import (
     attention_calls,
     backward_calls,
-    dropout_calls,
     keyed_calls,
     packed_calls,
     pair_calls,
@@ -40,7 +39,6 @@ from validation import (
 _SHARES = {
     "attention": (attention_calls.run, 4),
     "attention_backward": (backward_calls.run, 6),
-    "attention_dropout": (dropout_calls.run, 4),
     "attention_keys": (keyed_calls.run, 2),
     "attention_pairs": (pair_calls.run, 2),
     "packed_sequences": (packed_calls.run, 10),
