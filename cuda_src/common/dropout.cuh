@@ -90,7 +90,7 @@ FA_DEVICE uint32 kept_bits(const DropoutParams& p, const DropoutEntry& entry, in
   return kept;
 }
 
-// Whether one pair is kept, for whoever looks at pairs one by one.
+// Whether one pair is kept.  Rows that are computed again ask this of each pair.
 FA_DEVICE bool is_kept(const DropoutParams& p, const DropoutEntry& entry, int row, int key) {
   const uint32 bits = kept_bits<1>(p, entry, row, key / kDropoutGroup, key % 8 / 2);
   return (bits >> (key % kDropoutGroup / 8 * 2 + key % 2) & 1) != 0;
