@@ -50,8 +50,8 @@ def suits(problem: Problem, dtype: np.dtype[Any], parallel: bool) -> bool:
         and p.dtype == dtype
     ):
         return False
-    plain = p.bias is p.mask is p.sinks is p.score is p.dropout is p.k_lengths is None
-    if not (plain and p.pages is None and p.offsets is None and not p.softcap):
+    other = p.bias, p.mask, p.sinks, p.score, p.dropout, p.k_lengths, p.pages, p.offsets
+    if p.softcap or any(x is not None for x in other):
         return False
     if not _LEAST_FACTOR <= abs(p.scale) <= _MOST_FACTOR:
         return False
