@@ -23,6 +23,18 @@ struct BiasStage<kRows, kCols, 4> {
   }
 };
 
+// The same with 16 keys of a row, for threads that have keys as rows and queries as columns.  Two
+// rows are in 128 bytes, whose pairs of chunks change places with each pair of rows: of a warp that
+// reads 8 keys of every second row, each four rows lie in different banks.
+template <int kRows>
+struct BiasStage<kRows, 16, 4> {
+  using Element = uint32;
+  static __device__ __forceinline__ uint32 offset(int row, int chunk) {
+    const int pair = row / 2, place = (row % 2 * 4 + chunk) ^ (pair % 4 * 2);
+    return static_cast<uint32>(pair * 128 + (place << 4));
+  }
+};
+
 // Whether rows of the bias that begins at `offset` are aligned to 16 bytes.
 FA_DEVICE bool has_aligned_rows(const AttentionParams& p, int64 offset) {
   const uint64 first = reinterpret_cast<uint64>(p.bias) + offset * (kBiasIs16Bit ? 2 : 4);
@@ -125,5 +137,26 @@ FA_DEVICE void read_staged_bias_of_keys(Bias& bias, uint32 stage, int key = 0) {
     ldmatrix_x4_trans(found, address + j * 8 * Stage::kRowBytes);
 #pragma unroll
     for (int i = 0; i < 4; ++i) bias.bits[j + i / 2][i % 2][0] = found[i];
+  }
+}
+
+// The same of 32 bits, of a tile whose rows are 16 keys, and of queries from 8 * j on.
+template <typename Bias>
+FA_DEVICE void read_staged_bias_of_keys_fp32(Bias& bias, const uint8* stage, int j) {
+  using Stage = BiasStage<8, 16, 4>;
+  const int lane = static_cast<int>(opaque(threadIdx.x) % 32);
+  const uint32 first = Stage::offset(lane % 4 * 2, lane / 16) + lane / 4 % 4 * 4;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(bias.bits) / sizeof(bias.bits[0])); ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        // The other query is four chunks further, the other 8 keys two: bits that are 0 before
+        // chunks change places, which is a XOR as well.
+        const uint32 own = (first ^ (4 * e + 2 * h) << 4) + (j + i) * 8 * 64;
+        bias.bits[i][h][e] = *reinterpret_cast<const uint32*>(stage + own);
+      }
+    }
   }
 }

@@ -40,7 +40,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.built_in import with_built_in
-from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
+from fa_cupy.gpu.kernels.score import bias_at, takes_bias, with_float32_bias
 from fa_cupy.gpu.masks import pairs
 from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.masks.pair_bias import PairPlaces
@@ -202,6 +202,8 @@ def cached(
             extra.append(array_key(sinks, device))
         if any(part is False for part in extra):
             return None
+        if bias is not None:
+            extra.append(bias.data.ptr % 16 == 0)
         key = (*key, tuple(extra))
     keys: tuple[Any, ...] = ()
     for x in (k_lengths, page_table):
@@ -222,6 +224,8 @@ def cached(
             window=window, softcap=softcap, sinks=sinks, precision=precision, k_lengths=k_lengths,
             page_table=page_table, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
+        if bias is not None:
+            problem = bias_at(problem, bias.data.ptr)
         counts = None if mask is None else _counts(problem, mask, device)
         strides = _strides_like(problem, q)
         if not (_served(problem, device, counts) and _direct(problem, strides)):
@@ -311,6 +315,8 @@ def attention(
         return _by_copies(
             problem, q, k, v, bias, mask, out, return_lse, sinks, score, counts, given
         )
+    if bias is not None:
+        problem = bias_at(problem, bias.data.ptr)
     lse = lse_for(problem, return_lse)
     with workspace.results():
         call = _call_for(problem, strides, device, counts)
@@ -460,6 +466,8 @@ def _by_copies(
     by_pair = problem.bias is None and bias is not None
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
+    if bias is not None:
+        problem = bias_at(problem, bias.data.ptr)
     call = _call_for(problem, target.strides, runtime.getDevice(), counts, by_pair)
     rows = lse_for(problem, lse)
     with workspace.results():

@@ -37,7 +37,7 @@ from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.kernels.built_in import with_built_in
-from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
+from fa_cupy.gpu.kernels.score import bias_at, takes_bias, takes_score, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
@@ -177,6 +177,7 @@ def cached(
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
+        facts.append(bias.data.ptr % 16 == 0)
     found: Any = lookup(key := (*facts, biased, need is None, packed.key), UNKNOWN)
     if found is UNKNOWN:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
@@ -185,6 +186,8 @@ def cached(
             window=window, softcap=softcap, k_lengths=k_lengths, q_offsets=q_offsets,
             k_offsets=k_offsets,
         )  # fmt: skip
+        if bias is not None:
+            problem = bias_at(problem, bias.data.ptr)
         of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
         is_left = problem.dtype == _FLOAT64 and _on_products(problem, of_bias is not None)
         if is_left or not takes_bias(problem):
@@ -477,6 +480,8 @@ def by_kernels(
     arrays, (problem, bias, score) = _named(inputs, results), form
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
+    if bias is not None:
+        problem = bias_at(problem, bias.data.ptr)
     of_bias = _dbias(inputs[3], bias.dtype) if "bias" in need else None
     plan = prepared(problem, arrays, inputs[4], need, of_bias)
     if plan is None:

@@ -17,6 +17,8 @@ PIECES = 2
 _WORK_BYTES = 52  # WorkTile
 # Tiles of 64 queries at dim 64, where those of 128 leave too few registers.
 _NARROW: dict[str, Any] = {"tile_m": 64, "stages": 3, "defer_dq": False}
+# Stages that leave room for a tile of a bias, by the bytes of its elements.
+_WITH_BIAS: dict[int, dict[str, Any]] = {2: {"stages": 2}, 4: {"stages": 2, "dout_stages": 1}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +64,15 @@ class BwdSm90(BackwardSm90):
         barriers = 4 + 2 * rings + staging_barriers - staging
         notes = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
         end = self.end_of_offsets(notes)
-        stages_bias = self.score is not None and self.stages_bias
-        bias = 2 * self.tile_m * self.tile_n if stages_bias else 0
+        bias = self.bias_bytes * self.tile_m * self.tile_n
         staged = staging * 4 * 64 * self.dq_tile_m
         kept = DROPOUT_ENTRY_BYTES * self.stages + 8 * self.tile_m * GROUPS if self.dropout else 0
         return tiles + scores + bias + staged + rows + -(-end // 16) * 16 + kept
 
     @property
-    def stages_bias(self) -> bool:
-        """Whether a bias of pairs comes by way of shared memory: ``kStageBias``."""
-        fits = self.dim <= 64 and self.tile_m <= 64
-        return fits and not self.sparse and self.score is not None and self.score.has_16_bit_pairs
+    def bias_bytes(self) -> int:
+        """Bytes of an element of a bias that comes by way of shared memory; 0 of any other."""
+        return 0 if self.sparse or self.score is None else self.score.staged_bytes
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -83,6 +83,7 @@ class BwdSm90(BackwardSm90):
             ("FA_STAGING_STAGES", self.staging_stages),
             ("FA_STORE_THREADS", self.store_threads),
             ("FA_DEFER_DQ", int(self.defer_dq)),
+            *((("FA_STAGE_BIAS", 1),) if self.bias_bytes else ()),
         )
 
     def for_score(self, score: ScoreMod | None) -> BwdSm90:
@@ -90,7 +91,10 @@ class BwdSm90(BackwardSm90):
         if score is None:
             return self
         fits = self.tile_m < 128 or (_fits_wide_tiles(score) and not self.packed)
-        return replace(self, score=score, **({} if fits else _NARROW))
+        row = replace(self, score=score, **({} if fits else _NARROW))
+        if row.bias_bytes and row.dim > 64:  # a tile of the bias has the place of others
+            row = replace(row, **_WITH_BIAS[row.bias_bytes])
+        return row
 
     def for_sequences(self, packed: bool) -> BwdSm90:
         """Return the build of this row for packed sequences, or for none."""
