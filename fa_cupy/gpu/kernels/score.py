@@ -152,9 +152,7 @@ def score_mod_of(problem: Problem, sloped: bool = False) -> ScoreMod | None:
     # Kernels of float32 and float64, and those for masks, have no stage for a bias.
     stages = axes == "pair" and problem.mask is None and problem.dtype.itemsize == 2
     by_registers = stages and not _rows_are_aligned(problem)
-    return ScoreMod(
-        problem.softcap > 0, axes, problem.bias_dtype.name, by_registers=by_registers
-    )
+    return ScoreMod(problem.softcap > 0, axes, problem.bias_dtype.name, by_registers=by_registers)
 
 
 def bias_at(problem: Problem, address: int) -> Problem:
@@ -282,7 +280,8 @@ def _inverse(softcap: float) -> np.float32:
 
 def _rows_are_aligned(problem: Problem) -> bool:
     """Whether all rows of the bias lie as they are, at multiples of 16 bytes."""
-    assert problem.bias is not None and problem.bias_dtype is not None
+    assert problem.bias is not None
+    assert problem.bias_dtype is not None
     by_query, by_key = _bias_steps(problem)
     batch = zip(problem.batch, problem.bias.strides, strict=False)
     steps = [by_query, *[step for size, step in batch if size > 1]]

@@ -64,7 +64,8 @@ class BwdSm90(BackwardSm90):
         barriers = 4 + 2 * rings + staging_barriers - staging
         notes = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
         end = self.end_of_offsets(notes)
-        bias = self.bias_bytes * self.tile_m * self.tile_n
+        # A first call takes a step for each function: none is called for plain scores.
+        bias = self.bias_bytes * self.tile_m * self.tile_n if self.score else 0
         staged = staging * 4 * 64 * self.dq_tile_m
         kept = DROPOUT_ENTRY_BYTES * self.stages + 8 * self.tile_m * GROUPS if self.dropout else 0
         return tiles + scores + bias + staged + rows + -(-end // 16) * 16 + kept
@@ -83,7 +84,7 @@ class BwdSm90(BackwardSm90):
             ("FA_STAGING_STAGES", self.staging_stages),
             ("FA_STORE_THREADS", self.store_threads),
             ("FA_DEFER_DQ", int(self.defer_dq)),
-            *((("FA_STAGE_BIAS", 1),) if self.bias_bytes else ()),
+            *((("FA_STAGE_BIAS", 1),) if self.score and self.bias_bytes else ()),
         )
 
     def for_score(self, score: ScoreMod | None) -> BwdSm90:
