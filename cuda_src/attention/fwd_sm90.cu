@@ -526,9 +526,8 @@ FA_DEVICE void stage_next_bias(const Consumer& c, const Pipelines& at, const Gro
     if (own.tile + 1 >= own.keys.end) return;
     const auto& work = c.shared.work[at.work.index()];
     const int col = first_col(c, at, key_tile_at(work, own.tile + 1));
-    stage_bias<16, kTileN>(
-        c.params.common, c.shared.operands_offset[at.work.index()], bias_stage(c.shared, c.warp),
-        own.first_row + c.warp_row, col);
+    stage_bias<16, kTileN>(c.params.common, c.shared.operands_offset[at.work.index()],
+                           bias_stage(c.shared, c.warp), own.first_row + c.warp_row, col);
   }
 }
 
