@@ -142,7 +142,8 @@ def test_every_build_of_gradients_has_the_shared_memory_that_it_asks_for(dim, dt
     assert {build.bias_bytes for build in builds} == {dtype.itemsize}
     loaded = build_of(dim, dtype, by_registers=True)
     assert loaded.bias_bytes == 0
-    assert loaded.stages == 3  # no tile of the bias has the place of one of Q
+    # Above dim 64 a tile of the bias has the place of a buffer for results.
+    assert (row.staging_stages, loaded.staging_stages) == (2 if dim == 64 else 1, 2)
     assert loaded.name.endswith("by_registers")
 
 
