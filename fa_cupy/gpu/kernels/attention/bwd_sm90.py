@@ -17,10 +17,9 @@ PIECES = 2
 _WORK_BYTES = 52  # WorkTile
 # Tiles of 64 queries at dim 64, where those of 128 leave too few registers.
 _NARROW: dict[str, Any] = {"tile_m": 64, "stages": 3, "defer_dq": False}
-# What leaves room for a tile of a bias above dim 64, by the bytes of its elements.  ms at dim 128 of
-# a bias in float32, full and causal: 2.94 and 1.77 with one buffer for results, 3.77 and 2.01 with
-# a stage less of Q and of dO.
-_WITH_BIAS: dict[int, dict[str, Any]] = {2: {"staging_stages": 1}, 4: {"staging_stages": 1}}
+# A tile of a bias has the place of a buffer for results above dim 64. ms at dim 128 with a bias in
+# float32, full and causal: 2.94 and 1.77; in the place of a stage of Q and one of dO 3.77 and 2.01.
+_WITH_BIAS: dict[str, Any] = {"staging_stages": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +94,7 @@ class BwdSm90(BackwardSm90):
             return self
         fits = self.tile_m < 128 or (_fits_wide_tiles(score) and not self.packed)
         row = replace(self, score=score, **({} if fits else _NARROW))
-        if row.bias_bytes and row.dim > 64:  # a tile of the bias has the place of others
-            row = replace(row, **_WITH_BIAS[row.bias_bytes])
-        return row
+        return replace(row, **_WITH_BIAS) if row.bias_bytes and row.dim > 64 else row
 
     def for_sequences(self, packed: bool) -> BwdSm90:
         """Return the build of this row for packed sequences, or for none."""
