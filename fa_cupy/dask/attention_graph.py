@@ -114,7 +114,7 @@ class AttentionGraph:
         """Return the tasks of tiles and merges, what is left to merge by row, and arrays in use."""
         layer: dict[Any, Any] = {}
         ends: dict[Any, list[Any]] = {}
-        keys = {arg: _Keys(self, arg, layer) for arg in "kv"}
+        keys = {arg: reading.Chunks(self.cuts[arg]) for arg in "kv"}
         bits = _Bits(self, layer) if self.bits is not None else None
         for i in range(self.edges.count("q")):
             for tile in self.edges.tiles(self.batch):
@@ -122,11 +122,15 @@ class AttentionGraph:
                 where = tuple(row.values())
                 found = list(self._row(row, keys, bits, layer))
                 ends[where] = self._tree(where, found, layer)
-        read = {arg for arg, chunks in keys.items() if chunks.reader is not None}
+        read = {arg for arg, chunks in keys.items() if chunks.is_read}
         return layer, ends, [cut.array for arg, cut in self.cuts.items() if arg not in read]
 
     def _row(
-        self, row: Tile, keys: Mapping[str, _Keys], bits: _Bits | None, layer: dict[Any, Any]
+        self,
+        row: Tile,
+        keys: Mapping[str, reading.Chunks],
+        bits: _Bits | None,
+        layer: dict[Any, Any],
     ) -> Iterator[Any]:
         """Add the tasks of all keys that some queries see; yield their keys."""
         if 0 in self.edges.shape(row, (*self.batch, "q")):
@@ -144,8 +148,8 @@ class AttentionGraph:
                 continue
             attend = partial(tasks.attend, band=band, options=dict(self.options))
             key = (f"attention-tile-{self.token}", *tile.values())
-            q, k, v = self.cuts["q"].key(tile), keys["k"].key(tile), keys["v"].key(tile)
-            layer[key] = (attend, q, k, v, bias, mask)
+            k, v = (keys[arg].of(tile) for arg in "kv")
+            layer[key] = (attend, self.cuts["q"].key(tile), k, v, bias, mask)
             yield key
 
     def _band(self, tile: Tile) -> tuple[int | None, int | None]:
@@ -166,26 +170,6 @@ class AttentionGraph:
                 merged.append(key)
             left, level = merged, level + 1
         return left
-
-
-class _Keys:
-    """The chunks of keys or of values: those on storage are read again for each row of tiles."""
-
-    def __init__(self, graph: AttentionGraph, arg: str, layer: dict[Any, Any]) -> None:
-        self._cut, self._layer = graph.cuts[arg], layer
-        self._name = f"attention-read-{arg}-{graph.token}"
-        array = self._cut.array
-        self.reader = reading.Reader(array) if reading.is_read(array) else None
-
-    def key(self, tile: Tile) -> tuple[Any, ...]:
-        """Return the key of the chunk that a tile reads."""
-        key = self._cut.key(tile)
-        if self.reader is None:
-            return key
-        own = (self._name, tile["q"], *key[1:])
-        if own not in self._layer:
-            self._layer[own] = self.reader.task(key)
-        return own
 
 
 class _Bits:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from fa_cupy.core.linear_problem import Product
-from fa_cupy.dask import layers
+from fa_cupy.dask import layers, reading
 from fa_cupy.dask.tiles import Chunks, Cut, Edges, batch_labels, labels_of
 
 
@@ -71,6 +71,11 @@ class ProductGraph:
         return {arg: Cut.of(x, self.labels[arg], self.edges) for arg, x in self.arrays.items()}
 
     @cached_property
+    def rows(self) -> dict[str, reading.Chunks]:
+        """The chunks of q, k and v for their tasks."""
+        return {arg: reading.Chunks(self.cuts[arg]) for arg in "qkv"}
+
+    @cached_property
     def states(self) -> Chunks:
         """The chunks of states along their batch axes."""
         shape = self.problem.state_shape[:-2]
@@ -79,7 +84,11 @@ class ProductGraph:
     def build(self, return_state: bool) -> Any:
         """Return the output as a Dask array, or a pair with the last state."""
         name, rows = f"{self.name}-{self.token}", "k" if self.read_state is None else "q"
-        arrays = {arg: layers.of_array(cut.array) for arg, cut in self.cuts.items()}
+        arrays = {
+            arg: layers.of_array(cut.array)
+            for arg, cut in self.cuts.items()
+            if arg not in self.rows or not self.rows[arg].is_read
+        }
         of_keys = [layer for arg, layer in arrays.items() if arg != "q"]
         sums_name = f"{self.name}-sum-{self.token}"
         sums, before = self._sums(sums_name, return_state or self.read_state is not None)
@@ -88,16 +97,16 @@ class ProductGraph:
         for tile in self.edges.tiles((*self.batch, rows)):
             state = before[self.states.at(tile)]
             if self.read_state is not None:
-                task = (self.read_state, self.cuts["q"].key(tile), state[-1])
+                task = (self.read_state, self.rows["q"].of(tile), state[-1])
             else:
-                keys = (self.cuts[arg].key(tile) for arg in "qkv")
-                task = (self.finish, *keys, state[tile[rows]])
+                chunks = (self.rows[arg].of(tile) for arg in "qkv")
+                task = (self.finish, *chunks, state[tile[rows]])
             out[(name, *tile.values(), 0)] = task
-        below = [states, arrays["q"], *(of_keys if self.read_state is None else [])]
+        below = [states, *arrays.values()]
         labels = (*self.batch, rows)
-        chunks = self.edges.chunks(self.problem.out_shape[:-1], labels).sizes
+        sizes = self.edges.chunks(self.problem.out_shape[:-1], labels).sizes
         result = layers.array(
-            layers.on_top(name, out, below), (*chunks, (self.problem.v_dim,)), self.arrays["q"],
+            layers.on_top(name, out, below), (*sizes, (self.problem.v_dim,)), self.arrays["q"],
             self.problem.dtype,
         )  # fmt: skip
         if not return_state:
@@ -130,7 +139,7 @@ class ProductGraph:
                 if number == count - 1 and not whole:
                     break
                 own = (f"{self.name}-chunk-{self.token}", *where, c)
-                layer[own] = (self.state_of, *(self.cuts[x].key({**tile, "k": c}) for x in "kv"))
+                layer[own] = (self.state_of, *(self.rows[x].of({**tile, "k": c}) for x in "kv"))
                 key = (name, *where, c)
                 layer[key] = own if state is None else (self.add, state, own)
                 state = key

@@ -1,4 +1,4 @@
-"""Arrays that are read from storage: which they are, and tasks that read their chunks again."""
+"""Arrays that are read from storage: which they are, and tasks that read their chunks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from dask.blockwise import Blockwise
 from dask.optimization import cull
 from dask.utils import key_split
+
+from fa_cupy.dask.tiles import Cut, Tile
 
 # Layers that only choose, cut, join or cast what was read, by the first part of their names.
 _CHEAP = ("astype", "getitem", "rechunk-merge", "rechunk-split", "swapaxes", "transpose")
@@ -37,24 +39,34 @@ def is_read(x: Any) -> bool:
     return sources > 0
 
 
-class Reader:
-    """Tasks that read chunks of an array from storage, as often as they are made.
+class Chunks:
+    """The chunks of an array for the tasks that use them.
 
-    So a chunk does not wait in memory until all its users have run.
+    A task that uses a chunk from storage reads it by itself. So no chunk waits in memory for its
+    next user, in whatever order a scheduler runs them.
 
     Parameters
     ----------
-    x : dask.array.Array
+    cut : Cut
     """
 
-    def __init__(self, x: Any) -> None:
-        (optimized,) = dask.optimize(x)  # one task reads what is then cut off, if possible
-        self._graph = dict(optimized.__dask_graph__())
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+        self.is_read = is_read(cut.array)
+        if self.is_read:
+            (optimized,) = dask.optimize(cut.array)  # reads only what is used, where it can
+            self._graph = dict(optimized.__dask_graph__())
+            self._reads: dict[Any, tuple[Any, ...]] = {}
 
-    def task(self, key: Any) -> tuple[Any, ...]:
-        """Return a task that computes the chunk with this key of the array's graph."""
-        graph, _ = cull(self._graph, [key])
-        return (partial(_read, graph, key),)
+    def of(self, tile: Tile) -> tuple[Any, ...]:
+        """Return the key of the chunk of a tile, or a task that reads it."""
+        key = self._cut.key(tile)
+        if not self.is_read:
+            return key
+        if key not in self._reads:
+            graph, _ = cull(self._graph, [key])
+            self._reads[key] = (partial(_read, graph, key),)
+        return self._reads[key]
 
 
 def _read(graph: Mapping[Any, Any], key: Any) -> Any:
