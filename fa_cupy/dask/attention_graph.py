@@ -135,12 +135,9 @@ class AttentionGraph:
         """Add the tasks of all keys that some queries see; yield their keys."""
         if 0 in self.edges.shape(row, (*self.batch, "q")):
             return
-        for j in range(self.edges.count("k")):
+        for j in self._seen(row["q"]):
             tile = {**row, "k": j}
             band = self._band(tile)
-            rows, keys_of_tile = self.edges.shape(tile, ("q", "k"))
-            if tasks.visible(rows, keys_of_tile, *band) is None:
-                continue
             bias, mask = (
                 self.cuts[arg].key(tile) if arg in self.cuts else None for arg in ("bias", "mask")
             )
@@ -151,6 +148,14 @@ class AttentionGraph:
             k, v = (keys[arg].of(tile) for arg in "kv")
             layer[key] = (attend, self.cuts["q"].key(tile), k, v, bias, mask)
             yield key
+
+    def _seen(self, number: int) -> range:
+        """Return the intervals of keys that the queries of an interval see some of."""
+        first, last = self.edges.bounds("q", number)
+        lower, upper = self.problem.lower, self.problem.upper
+        begin = 0 if lower is None else max(0, first + lower)
+        end = self.problem.k_len if upper is None else min(self.problem.k_len, last + upper)
+        return self.edges.between("k", begin, end)
 
     def _band(self, tile: Tile) -> tuple[int | None, int | None]:
         """Return the bounds of the band of visible keys, counted within a tile."""

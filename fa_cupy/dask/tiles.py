@@ -8,7 +8,7 @@ A tile is one number for each label: that of an interval between two edges.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +85,13 @@ class Edges:
     def bounds(self, label: Label, number: int) -> tuple[int, int]:
         """Return where an interval begins and ends."""
         return self._cuts[label][number], self._cuts[label][number + 1]
+
+    def between(self, label: Label, begin: int, end: int) -> range:
+        """Return the intervals that have a part of what lies from `begin` to `end`."""
+        if begin >= end:
+            return range(0)
+        cuts = self._cuts[label]
+        return range(bisect_right(cuts, begin) - 1, bisect_left(cuts, end))
 
     def shape(self, tile: Tile, labels: Sequence[Label]) -> tuple[int, ...]:
         """Return the sizes of a tile along axes with these labels."""
