@@ -207,8 +207,12 @@ def _part(x: Any, rows: slice, keys: slice) -> Any:
 
 
 def _same_heads(x: Array, y: Array) -> tuple[Array, Array]:
-    """Return both with one number of heads, where each of them has more than one."""
-    if min(x.ndim, y.ndim) < 4:
+    """Return both with one number of heads, where each of them has more than one.
+
+    The axis before the last two is that of heads wherever its sizes differ, in a state of 3 axes
+    too: other axes broadcast.
+    """
+    if min(x.ndim, y.ndim) < 3:
         return x, y
     m, n = x.shape[-3], y.shape[-3]
     if min(m, n) > 1:

@@ -1,6 +1,5 @@
 """Arguments of functions of Dask arrays: what is refused, by name, before a graph is made."""
 
-import subprocess
 import sys
 import types
 
@@ -130,15 +129,3 @@ def test_same_arguments_have_the_same_names():
 
     assert names() == names(scale=0.5)
     assert len({names(), names(softcap=2.0), names(is_causal=True), names(sinks=np.ones(1))}) == 4
-
-
-def test_dask_is_imported_on_use_and_named_where_it_is_missing():
-    program = (
-        "import sys, fa_cupy; assert 'dask' not in sys.modules\n"
-        "sys.modules['dask'] = None\n"
-        "try: fa_cupy.dask\n"
-        "except ModuleNotFoundError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    text = "fa_cupy.dask needs Dask, which is not installed: pip install 'dask[array]'\n"
-    assert (done.stdout, done.stderr) == (text, "")

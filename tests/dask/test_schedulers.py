@@ -45,6 +45,7 @@ def test_threads(results):
     assert [x.tobytes() for x in found] == want
 
 
+@pytest.mark.long
 def test_processes(results):
     made, want = results
     found = dask.compute(*made, scheduler="processes", num_workers=2)
