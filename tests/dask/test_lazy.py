@@ -72,8 +72,8 @@ def test_making_a_graph_computes_nothing(name):
 
 @pytest.mark.parametrize("name", only(FUNCTIONS, "attention", "causal_product"))
 def test_few_chunks_are_in_memory(name, tmp_path):
-    """Of arrays of 20 MB on disk, in chunks of 0.26 MB, never more than some."""
-    rows, chunk, dims = 50_000, 2_000, 32
+    """Of arrays of 38 MB on disk, in chunks of 0.26 MB, never more than some."""
+    rows, chunk, dims = 100_000, 2_000, 32
     store = zarr.create_array(
         tmp_path / "x.zarr", shape=(3, rows, dims), chunks=(1, chunk, dims), dtype="f4"
     )
@@ -90,7 +90,7 @@ def test_few_chunks_are_in_memory(name, tmp_path):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 5e6, peak
+    assert peak < 9e6, peak
     want = in_memory(*(np.asarray(x) for x in (q, k, v)))
     assert np.abs(results - want).max() <= 1e-4 * np.abs(want).max()
 
