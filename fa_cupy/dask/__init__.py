@@ -383,4 +383,4 @@ def _features(name: str, arrays: dict[str, Any], feature_map: Any) -> list[Any]:
 
 def _token(name: str, arrays: dict[str, Any], options: dict[str, Any]) -> str:
     """Return what tells a graph from others."""
-    return str(dask.tokenize.tokenize(name, {arg: x.name for arg, x in arrays.items()}, options))
+    return str(dask.base.tokenize(name, {arg: x.name for arg, x in arrays.items()}, options))

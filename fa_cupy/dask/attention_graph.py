@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from operator import getitem
 from typing import Any
 
-from dask.tokenize import tokenize
+from dask.base import tokenize
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem, sum_dtype

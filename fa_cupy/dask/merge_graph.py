@@ -6,7 +6,7 @@ from functools import partial
 from operator import getitem
 from typing import Any
 
-from dask.tokenize import tokenize
+from dask.base import tokenize
 
 from fa_cupy.core import attention_problem
 from fa_cupy.dask import layers, tasks
