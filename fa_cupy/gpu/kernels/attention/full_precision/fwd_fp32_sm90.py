@@ -58,7 +58,7 @@ class FwdFp32Sm90(split_kv.OfSplitTiles):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: Q, tiles of K and V in pairs, factors, barriers, the work."""
         tiles = self.stages + self.v_stages
-        pairs = 2 * self.parts * self.dim * self.tile_m + tiles * self.tile_bytes
+        pairs = 2 * self.parts * self.dim * self.tile_m + tiles * self.copied_bytes
         rest = 4 * (self.tile_m + self.stages) + 4  # a number for each tile of K, and a gap
         work = _WORK_BYTES + (BAND_BYTES if self.lengths else 0)
         return _round_up(pairs + rest // 8 * 8 + 16 * tiles + work)
