@@ -125,8 +125,8 @@ FA_DEVICE bool has_many_small(const Rows& rows, float scale, int count, SharedSt
   return threads >= min(kManySmall, count);
 }
 
-// Gives columns of a block exponents that go with those of its rows: after both, the largest number
-// of a column is near 2^14.  Writes what makes up for them.
+// Multiplies rows by the powers of two of their exponents, and then columns, whose largest numbers
+// are near 2^14 after both.  Writes what makes up for the latter.
 FA_DEVICE void scale_columns(Rows& rows, const int (&own)[Rows::kGroups], SharedStorage& shared,
                              float* column_factor) {
   const int lane = tid_x_again() % 32, first = 8 * (lane % 8);
@@ -157,7 +157,9 @@ FA_DEVICE void scale_columns(Rows& rows, const int (&own)[Rows::kGroups], Shared
   for (int i = 0; i < 4 * Rows::kFours; ++i) {
     const float scale = shared.column_scale[8 * (tid_x_again() % 8) + Rows::column(i / 4) + i % 4];
 #pragma unroll
-    for (int g = 0; g < Rows::kGroups; ++g) rows.x[g][i / 4][i % 4] *= scale;
+    for (int g = 0; g < Rows::kGroups; ++g) {
+      rows.x[g][i / 4][i % 4] = rows.x[g][i / 4][i % 4] * power_of_two(own[g]) * scale;
+    }
   }
 }
 
@@ -202,7 +204,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int row = split_row<Rows::Tile>(tid_x_again()) + g * Rows::kStep;
     // Rows of zeros take part, unless there is nothing else.
     const int exponent = is_mixed ? own[g] : min(found.of_largest, own[g]);
-    store_near<Pairs::Tile, kParts>(to.part[0], rows.x[g], row, power_of_two(exponent),
+    const float scale = has_columns ? 1.0f : power_of_two(exponent);
+    store_near<Pairs::Tile, kParts>(to.part[0], rows.x[g], row, scale,
                                     has_columns ? kLowScale : 1.0f);
     if (threadIdx.x % 8 == 0) {
       if (is_v) {
