@@ -266,7 +266,8 @@ struct Operand {
 
 FA_DEVICE void make_operand(const TileStorage& shared, int stage, int i, Scores& x, Operand& p) {
   constexpr uint32 kSmaller = 0x10001000, kMinusZeros = 0x80008000;  // 2^-11 twice, IEEE 754
-  split_operand(shared, stage, i, 0, x, p.pairs, p.factors, split_near);
+  split_operand(shared, stage, i, 0, x, p.pairs, p.factors,
+                [](float one, float two) { return split_near(one, two); });
 #pragma unroll
   for (int e = 0; e < 2 * kMmaN; ++e) {
     p.smaller[e / 2][e % 2] = fma_rn_f16x2(p.pairs[0][e / 2][e % 2].high, kSmaller, kMinusZeros);
