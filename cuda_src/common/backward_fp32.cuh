@@ -113,8 +113,9 @@ FA_DEVICE void apply_exponents(const SharedStorage& shared, int stage, int i, in
 }
 // Multiplies each row of X by the exponents of the rows that it meets, from `factors` on.  They are
 // relative to their largest, which is `unit`, unless they differ so much that float32 would not
-// hold all of it.  Then `unit` is that of the row's own largest product.
-FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[kMmaM][2]) {
+// hold all of it.  Then `unit` is that of the row's own largest product.  Returns how far half of
+// the exponents are apart.
+FA_DEVICE int weigh_by_exponents(const float* factors, Scores& x, int (&unit)[kMmaM][2]) {
   // Of half of the exponents.  What is 2^-46 of a row's largest number still counts.
   constexpr int kMostSpread = 40;
   uint32 most_bits = 0, least_bits = 0;  // of factors, which are 0 or powers of two; below 0
@@ -129,7 +130,8 @@ FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[k
   const float2* own = reinterpret_cast<const float2*>(factors) + tid_x_again() % 4;
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) unit[m][0] = unit[m][1] = 2 * top;
-  if (lowest == 0 || top + 127 - static_cast<int>(lowest >> 23) <= kMostSpread) {
+  const int spread = lowest == 0 ? 0 : top + 127 - static_cast<int>(lowest >> 23);
+  if (spread <= kMostSpread) {
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
       const float2 two = own[4 * j];
@@ -143,7 +145,7 @@ FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[k
         }
       }
     }
-    return;
+    return spread;
   }
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
@@ -175,6 +177,7 @@ FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[k
       }
     }
   }
+  return spread;
 }
 
 // A row's exponent, as two powers of two.
@@ -182,16 +185,15 @@ struct ProductFactors {
   float half[kMmaM][2], rest[kMmaM][2];
 };
 
-// Splits X, for a product with the rows of the other side's array i from `row` of its tile on.
+// Scales X, for a product with the rows of the other side's array i from `row` of its tile on.
 //
 // Exponents of these rows belong to X, each row of which is then multiplied by the power of two
 // that brings its largest number near 2^14.  `factors` is what the product is to be multiplied by.
-template <typename Split>
-FA_DEVICE void split_operand(const SharedStorage& shared, int stage, int i, int row, Scores& x,
-                             SplitPair (&p)[kMmaM][kMmaN][2], ProductFactors& factors,
-                             const Split& split_two) {
+// Returns how far half of the rows' exponents are apart.
+FA_DEVICE int scale_operand(const SharedStorage& shared, int stage, int i, int row, Scores& x,
+                            ProductFactors& factors) {
   int unit[kMmaM][2];
-  weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i] + row, x, unit);
+  const int spread = weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i] + row, x, unit);
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
@@ -208,12 +210,25 @@ FA_DEVICE void split_operand(const SharedStorage& shared, int stage, int i, int 
       const float scale = power_of_two(exponent);
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
-        p[m][j][h] = split_two(x[m][j][2 * h] * scale, x[m][j][2 * h + 1] * scale);
+        x[m][j][2 * h] *= scale;
+        x[m][j][2 * h + 1] *= scale;
       }
       const int power = max(-252, min(254, unit[m][h] - exponent)), half = power >> 1;
       factors.half[m][h] = power_of_two(half);
       factors.rest[m][h] = power_of_two(power - half);
     }
+  }
+  return spread;
+}
+
+// Splits X into pairs.
+template <typename Split>
+FA_DEVICE void split_operand(const Scores& x, SplitPair (&p)[kMmaM][kMmaN][2],
+                             const Split& split_two) {
+#pragma unroll
+  for (int i = 0; i < 2 * kMmaM * kMmaN; ++i) {
+    const int m = i / 2 / kMmaN, j = i / 2 % kMmaN, h = i % 2;
+    p[m][j][h] = split_two(x[m][j][2 * h], x[m][j][2 * h + 1]);
   }
   __syncwarp();
 }
