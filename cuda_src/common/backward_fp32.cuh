@@ -279,12 +279,16 @@ FA_DEVICE void make_scores(const BwdFp32Params& params, const WorkTile& work, co
                                  part.own, part.other);
 }
 
+// A score that is this far below the LSE has a weight of 0 in float32.
+constexpr float kNoWeight = 104.0f;
+
 // Makes NaN of what pairs of float16 may have lost digits of that count, so that its rows are
 // computed again.
 //
 // A number of less than 2^-25 of the largest of its row keeps fewer than 24 bits, and a product of
 // it is off by up to 2^-50 of the largest product that there might be.  A score may be off by 2^-26
-// of the LSE, or of 1; dP by as much of delta, or of dP - delta.
+// of the LSE, or of 1; dP by as much of delta, or of dP - delta.  A score so far below the LSE that
+// its weight is 0 may be off by more, and so may dP of such a pair.
 FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scores& s, Scores& dp) {
   const int lane = tid_x_again() % 32;
   bool is_suspect = false;
@@ -309,7 +313,16 @@ FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scor
         const auto product = [&](int of_own, int of_other) {
           return shared.own_rows[of_own][own] * shared.other_rows[stage][of_other][other];
         };
-        if (product(kOwnLimit, kOtherLimit) > 1.0f) s[m][j][e] = FA_NAN;
+        const float lost = product(kOwnLimit, kOtherLimit);
+        if (lost > 1.0f) {
+          const float shift =
+              kOwnKeys ? shared.other_rows[stage][kShift][other] : shared.own_rows[kShift][own];
+          if (s[m][j][e] + kNoWeight + lost * lost * fmaxf(1.0f, fabsf(shift)) / (1 << 25) <
+              shift) {
+            continue;
+          }
+          s[m][j][e] = FA_NAN;
+        }
         if (product(kOwnLimit + 1, kOtherLimit + 1) > 1.0f) {
           const float factor =
               product(kOwnFactor + 1, kOtherFactor + 1) * 8.0f;  // 2^((30-50+26)/2)

@@ -16,7 +16,8 @@ enum QueryField : int {
   kDoutFactor,
   kQLimit,
   kDoutLimit,
-  kQueryFields
+  kQueryFields,                    // of what kernels copy to shared memory
+  kExactDifference = kQueryFields  // see exact_row
 };
 enum KeyField : int { kKFactor, kVFactor, kKLimit, kVLimit, kKeyFields };
 // backward_fp32.py holds the same fields in the same order.  `rows` are those of QueryField.
@@ -50,7 +51,7 @@ FA_DEVICE int64 first_row_of(const BwdFp32Params& params, uint32 entry) {
   return static_cast<int64>(entry) * params.entry_rows;
 }
 
-// What is known of a query, for rows by hand.
+// What is known of a query.
 struct KnownRow {
   float shift, factor, delta;
 };
@@ -58,4 +59,54 @@ FA_DEVICE KnownRow known_row(const BwdFp32Params& params, uint32 entry, int quer
   const float* from = params.rows + first_row_of<false>(params, entry) + query;
   const int64 step = query_fields_step(params);
   return {from[kShift * step], from[kFactor * step], from[kDelta * step]};
+}
+
+// From this shift on, what replaces a far LSE is too coarse for exact scores: it is the largest of
+// rounded ones, which may be off by 2^-22 of it and more.
+constexpr float kCoarseShift = 65536.0f;
+
+// What is known of a query, for rows by hand, whose scores are exact: so is the shift.
+struct ExactRow {
+  double shift;
+  float factor, delta;
+};
+
+// What is to be added to a row's shift, by a warp: for one that is a largest score the difference
+// to the exact one, for a log-sum-exp likewise.  With a factor of 1 it may be either; one that is
+// far from both is that of more keys, and stays.
+FA_DEVICE float find_exact_difference(const BwdFp32Params& params, const WorkTile& work,
+                                      uint32 entry, int query, const KnownRow& row) {
+  const auto& band = band_of(params.common, work);
+  double most = load_sink_fp64(params.common, entry, query);
+  double sum = most == -FA_INFINITY ? 0.0 : 1.0;
+  const int end = last_key(band, query);
+#pragma unroll 1
+  for (int key = first_key(band, query); key <= end; ++key) {
+    const double score = pair_score(params, entry, query, key).score;
+    if (!(score > -FA_INFINITY)) continue;
+    const double larger = fmax(most, score);
+    sum = sum * exp_fp64(fmax(most - larger, -700.0)) + exp_fp64(fmax(score - larger, -700.0));
+    most = larger;
+  }
+  if (row.factor != 1.0f) return static_cast<float>(most - row.shift);
+  const double difference = most + log(sum) - row.shift;
+  return fabs(difference) < 1.0 + fabs(row.shift) / 1024.0 ? difference : 0.0;
+}
+
+// The difference is found when it is wanted first.  Warps that want it at the same time find and
+// write the same number.
+FA_DEVICE ExactRow exact_row(const BwdFp32Params& params, const WorkTile& work, uint32 entry,
+                             int query) {
+  const KnownRow row = known_row(params, entry, query);
+  float difference = 0.0f;
+  if (fabsf(row.shift) >= kCoarseShift && fabsf(row.shift) < FA_INFINITY) {
+    float* known = params.rows + first_row_of<false>(params, entry) + query +
+                   kExactDifference * query_fields_step(params);
+    difference = *known;
+    if (difference != difference) {
+      difference = find_exact_difference(params, work, entry, query, row);
+      if (threadIdx.x % 32 == 0) *known = difference;
+    }
+  }
+  return {static_cast<double>(row.shift) + difference, row.factor, row.delta};
 }
