@@ -269,21 +269,13 @@ struct Operand {
 // their row.  Half of these rows' exponents may be this far apart.
 constexpr int kMostNear = 4;
 
-// Makes X an operand.  Returns whether low parts have the factor of split_float.cuh, and `smaller`
-// is nothing: the rows of the other side are of all sizes.
-FA_DEVICE bool make_operand(const TileStorage& shared, int stage, int i, Scores& x, Operand& p) {
+FA_DEVICE void make_operand(const Scores& x, Operand& p) {
   constexpr uint32 kSmaller = 0x10001000, kMinusZeros = 0x80008000;  // 2^-11 twice, IEEE 754
-  const bool is_mixed = scale_operand(shared, stage, i, 0, x, p.factors) > kMostNear;
-  if (is_mixed) {
-    split_operand(x, p.pairs, [](float one, float two) { return split(one, two); });
-    return true;
-  }
   split_operand(x, p.pairs, [](float one, float two) { return split_near(one, two); });
 #pragma unroll
   for (int e = 0; e < 2 * kMmaN; ++e) {
     p.smaller[e / 2][e % 2] = fma_rn_f16x2(p.pairs[0][e / 2][e % 2].high, kSmaller, kMinusZeros);
   }
-  return false;
 }
 
 using Product = float[kSumCols / 8][4];
@@ -324,9 +316,13 @@ FA_DEVICE void add_columns(const Product& product, const ProductFactors& factors
   }
 }
 
-// sums += X B where low parts of X have a factor, as those of B have: their products are added up
-// first.
-FA_DEVICE void add_mixed_product(const Operand& x, uint64 tile, Sums& sums) {
+// sums += X B where rows of B are of all sizes: low parts of X have a factor, as those of B have,
+// and their products are added up first.
+template <typename OnOperand>
+FA_DEVICE void add_mixed_product(const Scores& scaled, Operand& x, uint64 tile, Sums& sums,
+                                 const OnOperand& on_operand) {
+  split_operand(scaled, x.pairs, [](float one, float two) { return split(one, two); });
+  on_operand();
 #pragma unroll
   for (int part = 0; part < 8 * kMmaV / kSumCols; ++part) {
     Product product;
@@ -346,10 +342,11 @@ template <typename OnOperand>
 FA_DEVICE void add_product(const TileStorage& shared, int stage, int i, Scores& x, Sums& sums,
                            const OnOperand& on_operand) {
   Operand p;
-  const bool is_mixed = make_operand(shared, stage, i, x, p);
-  on_operand();
+  const int spread = scale_operand(shared, stage, i, 0, x, p.factors);
   const uint64 tile = describe_other(shared, stage, i, warp_col() / 64 * kSwizzleBytes);
-  if (is_mixed) return add_mixed_product(p, tile, sums);
+  if (spread > kMostNear) return add_mixed_product(x, p, tile, sums, on_operand);
+  make_operand(x, p);
+  on_operand();
 #pragma unroll
   for (int part = 0; part < 8 * kMmaV / kSumCols; ++part) {
     Product product;
