@@ -265,8 +265,8 @@ struct Operand {
   ProductFactors factors;
 };
 
-// Numbers of X that meet rows of about one size keep both parts whole down to 2^-17 of the largest of
-// their row.  Half of these rows' exponents may be this far apart.
+// Numbers of X keep both parts whole down to 2^-17 of the largest of their row: enough for rows of
+// the other side of about one size, half of whose exponents are at most this far apart.
 constexpr int kMostNear = 4;
 
 FA_DEVICE void make_operand(const Scores& x, Operand& p) {
@@ -280,9 +280,9 @@ FA_DEVICE void make_operand(const Scores& x, Operand& p) {
 
 using Product = float[kSumCols / 8][4];
 
-// Starts the product of X with the rows of a tile, in kSumCols columns, or those from kBegin to kEnd
-// of its three: low * high, high * low, high * high.  The sums are not to be touched before a
-// wgmma_wait_group.
+// Starts the product of X with the rows of a tile, in kSumCols columns, or of its three products
+// (low * high, high * low, high * high) those from kBegin to kEnd.  The sums are not to be touched
+// before a wgmma_wait_group.
 template <bool kMixed = false, int kBegin = 0, int kEnd = 3>
 FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int part_of_cols) {
   wgmma_fence();
