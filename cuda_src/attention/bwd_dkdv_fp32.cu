@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const uint32 dk_again = write_sums(params, work, params.dk, p.k_len, p.head_dim, dk, p.scale);
   const uint32 dv_again = write_sums(params, work, params.dv, p.k_len, p.v_dim, dv, 1.0f);
   const auto row_of = [&](uint32 entry, int query) {
-    return exact_row(params, work, entry, query);
+    return row_by_hand(params, work, entry, query);
   };
 #pragma unroll 1
   for (int of_values = 0; of_values < 2; ++of_values) {

@@ -185,15 +185,15 @@ struct ProductFactors {
   float half[kMmaM][2], rest[kMmaM][2];
 };
 
-// Scales X, for a product with the rows of the other side's array i from `row` of its tile on.
+// Splits X, whose rows are 2^unit times what is here (weigh_by_exponents), for a product with rows
+// of the other side.
 //
-// Exponents of these rows belong to X, each row of which is then multiplied by the power of two
-// that brings its largest number near 2^14.  `factors` is what the product is to be multiplied by.
-// Returns how far half of the rows' exponents are apart.
-FA_DEVICE int scale_operand(const SharedStorage& shared, int stage, int i, int row, Scores& x,
-                            ProductFactors& factors) {
-  int unit[kMmaM][2];
-  const int spread = weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i] + row, x, unit);
+// Each row is multiplied by the power of two that brings its largest number near 2^14.  `factors`
+// is what the product is to be multiplied by.
+template <typename Split>
+FA_DEVICE void split_operand(const Scores& x, const int (&unit)[kMmaM][2],
+                             SplitPair (&p)[kMmaM][kMmaN][2], ProductFactors& factors,
+                             const Split& split_two) {
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
@@ -210,25 +210,12 @@ FA_DEVICE int scale_operand(const SharedStorage& shared, int stage, int i, int r
       const float scale = power_of_two(exponent);
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
-        x[m][j][2 * h] *= scale;
-        x[m][j][2 * h + 1] *= scale;
+        p[m][j][h] = split_two(x[m][j][2 * h] * scale, x[m][j][2 * h + 1] * scale);
       }
       const int power = max(-252, min(254, unit[m][h] - exponent)), half = power >> 1;
       factors.half[m][h] = power_of_two(half);
       factors.rest[m][h] = power_of_two(power - half);
     }
-  }
-  return spread;
-}
-
-// Splits X into pairs.
-template <typename Split>
-FA_DEVICE void split_operand(const Scores& x, SplitPair (&p)[kMmaM][kMmaN][2],
-                             const Split& split_two) {
-#pragma unroll
-  for (int i = 0; i < 2 * kMmaM * kMmaN; ++i) {
-    const int m = i / 2 / kMmaN, j = i / 2 % kMmaN, h = i % 2;
-    p[m][j][h] = split_two(x[m][j][2 * h], x[m][j][2 * h + 1]);
   }
   __syncwarp();
 }
@@ -278,9 +265,6 @@ FA_DEVICE void make_scores(const BwdFp32Params& params, const WorkTile& work, co
   mask_scores<kOwnKeys, kSparse>(params, band_of(p, work), s, part.in_band, part.words_index,
                                  part.own, part.other);
 }
-
-// A score that is this far below the LSE has a weight of 0 in float32.
-constexpr float kNoWeight = 104.0f;
 
 // Makes NaN of what pairs of float16 may have lost digits of that count, so that its rows are
 // computed again.

@@ -269,9 +269,10 @@ struct Operand {
 // the other side of about one size, half of whose exponents are at most this far apart.
 constexpr int kMostNear = 4;
 
-FA_DEVICE void make_operand(const Scores& x, Operand& p) {
+FA_DEVICE void make_operand(const Scores& x, const int (&unit)[kMmaM][2], Operand& p) {
   constexpr uint32 kSmaller = 0x10001000, kMinusZeros = 0x80008000;  // 2^-11 twice, IEEE 754
-  split_operand(x, p.pairs, [](float one, float two) { return split_near(one, two); });
+  split_operand(x, unit, p.pairs, p.factors,
+                [](float one, float two) { return split_near(one, two); });
 #pragma unroll
   for (int e = 0; e < 2 * kMmaN; ++e) {
     p.smaller[e / 2][e % 2] = fma_rn_f16x2(p.pairs[0][e / 2][e % 2].high, kSmaller, kMinusZeros);
@@ -319,20 +320,21 @@ FA_DEVICE void add_columns(const Product& product, const ProductFactors& factors
 // sums += X B where rows of B are of all sizes: low parts of X have a factor, as those of B have,
 // and their products are added up first.
 template <typename OnOperand>
-FA_DEVICE void add_mixed_product(const Scores& scaled, Operand& x, uint64 tile, Sums& sums,
-                                 const OnOperand& on_operand) {
-  split_operand(scaled, x.pairs, [](float one, float two) { return split(one, two); });
+FA_DEVICE void add_mixed_product(const Scores& x, const int (&unit)[kMmaM][2], uint64 tile,
+                                 Sums& sums, const OnOperand& on_operand) {
+  Operand p;
+  split_operand(x, unit, p.pairs, p.factors, [](float one, float two) { return split(one, two); });
   on_operand();
 #pragma unroll
   for (int part = 0; part < 8 * kMmaV / kSumCols; ++part) {
     Product product;
-    start_product<true, 0, 2>(product, x, tile, part);
+    start_product<true, 0, 2>(product, p, tile, part);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int e = 0; e < kSumCols / 2; ++e) product[e / 4][e % 4] *= kLowInverse;
-    start_product<true, 2, 3>(product, x, tile, part);
+    start_product<true, 2, 3>(product, p, tile, part);
     wgmma_wait_group<0>();
-    add_columns(product, x.factors, sums, part);
+    add_columns(product, p.factors, sums, part);
   }
 }
 
@@ -341,11 +343,12 @@ FA_DEVICE void add_mixed_product(const Scores& scaled, Operand& x, uint64 tile, 
 template <typename OnOperand>
 FA_DEVICE void add_product(const TileStorage& shared, int stage, int i, Scores& x, Sums& sums,
                            const OnOperand& on_operand) {
-  Operand p;
-  const int spread = scale_operand(shared, stage, i, 0, x, p.factors);
+  int unit[kMmaM][2];
+  const int spread = weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i], x, unit);
   const uint64 tile = describe_other(shared, stage, i, warp_col() / 64 * kSwizzleBytes);
-  if (spread > kMostNear) return add_mixed_product(x, p, tile, sums, on_operand);
-  make_operand(x, p);
+  if (spread > kMostNear) return add_mixed_product(x, unit, tile, sums, on_operand);
+  Operand p;
+  make_operand(x, unit, p);
   on_operand();
 #pragma unroll
   for (int part = 0; part < 8 * kMmaV / kSumCols; ++part) {

@@ -321,10 +321,10 @@ MIXED_BUGS = {
         "dkdv", "part == 1 && !kMixed ?", "part == 1 ?",
     ),
     "exact scores are held against rounded ones": (
-        "dkdv", "kCoarseShift = 65536.0f;", "kCoarseShift = 1e30f;",
+        "dkdv", "if (counts && size >= kFarFp32 &&", "if (false && size >= kFarFp32 &&",
     ),
-    "no exact score is added to the shift": (
-        "dkdv", "static_cast<double>(row.shift) + difference", "row.shift",
+    "the difference is subtracted": (
+        "dkdv", "shift += exact_difference(row);", "shift -= exact_difference(row);",
     ),
     "the difference is that of another row": (
         "preprocess", "to[kExactDifference * step] = FA_NAN;", "to[kExactDifference * step] = 0;",
