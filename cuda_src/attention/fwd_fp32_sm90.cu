@@ -484,14 +484,16 @@ FA_DEVICE void add_mixed_product(Output& o, const Weights& p, const float (&fact
 // follows for all tiles changes nothing more.  A second way through the rest of the loop, with the
 // start of the next product in both, made other tiles at head_dim 256 a tenth slower.
 FA_DEVICE void add_mixed_tile(Rows& rows, TileSums& sums, const int (&top)[2], float exp2_scale,
-                              Scores& s, Output& o, uint32 v_tile, const float* column_factor) {
-  Weights weights;
+                              const Scores& s, Weights& weights, Output& o, uint32 v_tile,
+                              const float* column_factor) {
   split_weights(s, weights, kLowScale);
   float correction[1][2], factor[2];
   if (join_tile(rows, sums, top, exp2_scale, correction, factor)) rescale_o(o, correction);
   add_mixed_product(o, weights, factor, v_tile, column_factor);
 #pragma unroll
-  for (int e = 0; e < 4 * kMmaN; ++e) s[0][e / 4][e % 4] = 0.0f;
+  for (int i = 0; i < 2 * kMmaN * kParts; ++i) {
+    weights[i / (2 * kParts)][i / kParts % 2][i % kParts] = 0;
+  }
   sums.sum[0] = sums.sum[1] = 0.0f;
 }
 
@@ -540,13 +542,14 @@ FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
       int top[2];
       scale_weights(v, s, top);
       const uint32 v_tile = cvta_to_shared(shared.v[v_stage]);
+      Weights weights;
       if (kParts == 2 && v.is_mixed) {
         const KVTile* v_tiles = params.v + element_of_entry(p, shared.work.batch, params.v_batch);
-        add_mixed_tile(rows, sums, top, p.exp2_scale, s, o, v_tile,
+        add_mixed_tile(rows, sums, top, p.exp2_scale, s, weights, o, v_tile,
                        v_tiles[key_tile].column_factor);
+      } else {
+        split_weights(s, weights, 1.0f);
       }
-      Weights weights;
-      split_weights(s, weights, 1.0f);
       Product product;
       gemm_pv(product, weights, v_tile, 0);
       float correction[1][2], factor[2];
