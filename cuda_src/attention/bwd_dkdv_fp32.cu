@@ -56,7 +56,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   cp_async_wait_group<0>();
   const uint32 dk_again = write_sums(params, work, params.dk, p.k_len, p.head_dim, dk, p.scale);
   const uint32 dv_again = write_sums(params, work, params.dv, p.k_len, p.v_dim, dv, 1.0f);
-  const auto row_of = [&](uint32 entry, int query) { return known_row(params, entry, query); };
+  const auto row_of = [&](uint32 entry, int query) {
+    return row_by_hand(params, work, entry, query);
+  };
 #pragma unroll 1
   for (int of_values = 0; of_values < 2; ++of_values) {
     for_each_row(work, of_values ? dv_again : dk_again,

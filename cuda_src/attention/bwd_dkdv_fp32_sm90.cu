@@ -35,7 +35,9 @@ FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {
   }
   const uint32 dk_again = write_sums(params, work, params.dk, p.k_len, p.head_dim, dk, p.scale);
   const uint32 dv_again = write_sums(params, work, params.dv, p.k_len, p.v_dim, dv, 1.0f);
-  const auto row_of = [&](uint32 entry, int query) { return known_row(params, entry, query); };
+  const auto row_of = [&](uint32 entry, int query) {
+    return row_by_hand(params, work, entry, query);
+  };
 #pragma unroll 1
   for (int of_values = 0; of_values < 2; ++of_values) {
     for_each_row(work, of_values ? dv_again : dk_again,
@@ -73,7 +75,9 @@ FA_DEVICE void consume_shared(const BwdFp32Params& params, TileStorage& shared) 
   const uint32 again =
       write_sums(params, work, of_values ? params.dv : params.dk, p.k_len,
                  of_values ? p.v_dim : p.head_dim, sums, of_values ? 1.0f : p.scale);
-  const auto row_of = [&](uint32 entry, int query) { return known_row(params, entry, query); };
+  const auto row_of = [&](uint32 entry, int query) {
+    return row_by_hand(params, work, entry, query);
+  };
   for_each_row(work, again,
                [&](int key) { recompute_key<kDim>(params, work, row_of, key, of_values); });
 }

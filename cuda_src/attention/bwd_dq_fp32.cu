@@ -86,6 +86,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   cp_async_wait_group<0>();
   const uint32 again = write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, p.scale);
   for_each_row(work, again, [&](int query) {
-    recompute_dq<kDim>(params, work, known_row(params, work.entry, query), query);
+    recompute_dq<kDim>(params, work, row_by_hand(params, work, work.entry, query), query);
   });
 }

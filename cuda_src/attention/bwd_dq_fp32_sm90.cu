@@ -57,7 +57,7 @@ FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {
   }
   const uint32 again = write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, p.scale);
   for_each_row(work, again, [&](int query) {
-    recompute_dq<kDim>(params, work, known_row(params, work.entry, query), query);
+    recompute_dq<kDim>(params, work, row_by_hand(params, work, work.entry, query), query);
   });
 }
 
@@ -118,7 +118,7 @@ FA_DEVICE void consume_shared(const BwdFp32Params& params, TileStorage& shared) 
   }
   const uint32 again = write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, p.scale);
   for_each_row(work, again, [&](int query) {
-    recompute_dq<8 * kMmaV>(params, work, known_row(params, work.entry, query), query);
+    recompute_dq<8 * kMmaV>(params, work, row_by_hand(params, work, work.entry, query), query);
   });
 }
 

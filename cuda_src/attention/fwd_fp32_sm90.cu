@@ -65,6 +65,7 @@ using VPipeline = PipelineState<kVStages>;
 static_assert(sizeof(KVTile) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
 constexpr int kQLow = QTile::kBytes;  // from high parts to low ones
 constexpr int kKLow = KVTile::Tile::kBytes;
+constexpr int kCopiedBytes = kParts * kKLow + sizeof(Scale);
 constexpr int kColumnsBytes = KVTile::Tile::kBlockBytes;               // of 64 columns of a part
 constexpr int kNextColumns = (kStacked ? kParts : 1) * kColumnsBytes;  // of K, from 64 columns on
 
@@ -131,7 +132,7 @@ FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
 // Copies a tile and what its exponents are.
 FA_DEVICE void load_tile(uint8* to, Scale& scale, const KVTile& from, uint64& full) {
   const uint32 barrier = cvta_to_shared(&full);
-  mbarrier_arrive_expect_tx(barrier, sizeof(KVTile));
+  mbarrier_arrive_expect_tx(barrier, kCopiedBytes);
   cp_async_bulk_load(cvta_to_shared(to), from.part, kParts * kKLow, barrier);
   cp_async_bulk_load(cvta_to_shared(&scale), &from.scale, sizeof(Scale), barrier);
 }
@@ -139,7 +140,7 @@ FA_DEVICE void load_tile(uint8* to, Scale& scale, const KVTile& from, uint64& fu
 // As load_tile, with both parts of 64 columns next to each other.
 FA_DEVICE void load_stacked(uint8* to, Scale& scale, const KVTile& from, uint64& full) {
   const uint32 barrier = cvta_to_shared(&full), tile = cvta_to_shared(to);
-  mbarrier_arrive_expect_tx(barrier, sizeof(KVTile));
+  mbarrier_arrive_expect_tx(barrier, kCopiedBytes);
 #pragma unroll 1
   for (int i = 0; i < kParts * kDim / 64; ++i) {
     cp_async_bulk_load(tile + i * kColumnsBytes, from.part[i % kParts] + i / kParts * kColumnsBytes,
@@ -303,14 +304,15 @@ FA_DEVICE void start_qk(Scores& s, Stacked& first, const QFragments& q, uint32 q
   }
 }
 
-// The product of a tile of weights with kPvCols columns of V.  Starts it; sums and weights are not
-// to be touched before a wgmma_wait_group.
-FA_DEVICE void gemm_pv(Product& sums, const Weights& p, uint32 v_tile, int part_of_cols) {
+// The product of a tile of weights with kPvCols columns of V, or those from `begin` to `end` of its
+// three products.  Starts it; sums and weights are not to be touched before a wgmma_wait_group.
+FA_DEVICE void gemm_pv(Product& sums, const Weights& p, uint32 v_tile, int part_of_cols,
+                       int begin = kFirstProduct, int end = 3) {
   static_assert(kPvCols == 64, "a block of 64 columns");
   const uint64 b = wgmma_descriptor(v_tile + part_of_cols * kColumnsBytes, 0);
   wgmma_fence();
 #pragma unroll
-  for (int part = kFirstProduct; part < 3; ++part) {
+  for (int part = begin; part < end; ++part) {
     const int low = part == 0;
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
@@ -428,12 +430,12 @@ FA_DEVICE void scale_weights(const Scale& v, Scores& s, int (&top)[2]) {
   for (int e = 0; e < 4 * kMmaN; ++e) s[0][e / 4][e % 4] *= power_of_two(kWeightExponent);
 }
 
-FA_DEVICE void split_weights(const Scores& s, Weights& p) {
+FA_DEVICE void split_weights(const Scores& s, Weights& p, float low_scale) {
 #pragma unroll
   for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const SplitPair pair = split_near(s[0][j][2 * h], s[0][j][2 * h + 1]);
+      const SplitPair pair = split_near(s[0][j][2 * h], s[0][j][2 * h + 1], low_scale);
       p[j][h][0] = pair.high;
       if constexpr (kParts == 2) p[j][h][kParts - 1] = pair.low;
     }
@@ -451,6 +453,48 @@ FA_DEVICE void add_product(Output& o, const Product& sums, const float (&factor)
       x = fmaf(sums[j][e], factor[e / 2], x);
     }
   }
+}
+
+// O += factor * (product of a mixed tile of V): low parts have a factor, so their products are
+// added up first, and columns have one each.
+FA_DEVICE void add_mixed_product(Output& o, const Weights& p, const float (&factor)[2],
+                                 uint32 v_tile, const float* column_factor) {
+  const int first_col = 2 * (tid_x_again() % 4);
+#pragma unroll
+  for (int part = 0; part < kDim / kPvCols; ++part) {
+    Product sums;
+    gemm_pv(sums, p, v_tile, part, 0, 2);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int e = 0; e < kPvCols / 2; ++e) sums[e / 4][e % 4] *= kLowInverse;
+    gemm_pv(sums, p, v_tile, part, 2, 3);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int j = 0; j < kPvCols / 8; ++j) {
+      const float* from = column_factor + part * kPvCols + 8 * j + first_col;
+      const float2 of_columns = *reinterpret_cast<const float2*>(from);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[j][e] *= e % 2 ? of_columns.y : of_columns.x;
+    }
+    add_product(o, sums, factor, part);
+  }
+}
+
+// Adds a mixed tile to the output and the statistics, and leaves weights of 0: with these, what
+// follows for all tiles changes nothing more.  A second way through the rest of the loop, with the
+// start of the next product in both, made other tiles at head_dim 256 a tenth slower.
+FA_DEVICE void add_mixed_tile(Rows& rows, TileSums& sums, const int (&top)[2], float exp2_scale,
+                              const Scores& s, Weights& weights, Output& o, uint32 v_tile,
+                              const float* column_factor) {
+  split_weights(s, weights, kLowScale);
+  float correction[1][2], factor[2];
+  if (join_tile(rows, sums, top, exp2_scale, correction, factor)) rescale_o(o, correction);
+  add_mixed_product(o, weights, factor, v_tile, column_factor);
+#pragma unroll
+  for (int i = 0; i < 2 * kMmaN * kParts; ++i) {
+    weights[i / (2 * kParts)][i / kParts % 2][i % kParts] = 0;
+  }
+  sums.sum[0] = sums.sum[1] = 0.0f;
 }
 
 // The forward pass of a consumer warpgroup.
@@ -497,10 +541,16 @@ FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
       wait(shared.v_full[v_stage], v_at.parity());
       int top[2];
       scale_weights(v, s, top);
-      Weights weights;
-      split_weights(s, weights);
-      Product product;
       const uint32 v_tile = cvta_to_shared(shared.v[v_stage]);
+      Weights weights;
+      if (kParts == 2 && v.is_mixed) {
+        const KVTile* v_tiles = params.v + element_of_entry(p, shared.work.batch, params.v_batch);
+        add_mixed_tile(rows, sums, top, p.exp2_scale, s, weights, o, v_tile,
+                       v_tiles[key_tile].column_factor);
+      } else {
+        split_weights(s, weights, 1.0f);
+      }
+      Product product;
       gemm_pv(product, weights, v_tile, 0);
       float correction[1][2], factor[2];
       if (join_tile(rows, sums, top, p.exp2_scale, correction, factor)) rescale_o(o, correction);

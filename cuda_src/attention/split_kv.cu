@@ -12,8 +12,9 @@ constexpr int kTileN = FA_TILE_N;
 constexpr int kParts = FA_PARTS;  // 2: high and low parts; 1: high parts alone
 constexpr int kWarps = FA_WARPS;
 constexpr int kThreads = 32 * kWarps;
+static_assert(kDim <= kThreads, "a thread takes a column");
 // Blocks that should fit on a multiprocessor; 0 leaves that open.
-constexpr int kMinBlocks = kParts == 2 && kDim <= 128 ? 4 : 0;
+constexpr int kMinBlocks = kParts == 2 ? 4 : 0;
 using Rows = FloatChunk<kTileN, kDim, kWarps, true>;
 using Pairs = SplitTile<kTileN, kDim, kParts>;
 static_assert(sizeof(Pairs) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
@@ -68,6 +69,9 @@ struct Exponents {
 
 struct SharedStorage {
   Exponents of_warp[kWarps];
+  int small_of_warp[kWarps];
+  float column_of_warp[kWarps][kDim];  // the largest numbers of columns
+  float column_scale[kDim];
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
@@ -104,6 +108,61 @@ FA_DEVICE Exponents exponents_of_block(const int (&own)[Rows::kGroups],
   return found;
 }
 
+// Whether many numbers of a block, which has `count` rows, are small beside one exponent.
+FA_DEVICE bool has_many_small(const Rows& rows, float scale, int count, SharedStorage& shared) {
+  bool is_small = false;
+#pragma unroll
+  for (int i = 0; i < 4 * Rows::kGroups * Rows::kFours; ++i) {
+    const float x = fabsf(rows.x[i / (4 * Rows::kFours)][i / 4 % Rows::kFours][i % 4]) * scale;
+    is_small = is_small || (x > 0.0f && x < kSmall);
+  }
+  const uint32 lanes = __ballot_sync(kFullWarp, is_small);
+  if (threadIdx.x % 32 == 0) shared.small_of_warp[threadIdx.x / 32] = __popc(lanes);
+  __syncthreads();
+  int threads = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) threads += shared.small_of_warp[w];
+  return threads >= min(kManySmall, count);
+}
+
+// Multiplies rows by the powers of two of their exponents, and then columns, whose largest numbers
+// are near 2^14 after both.  Writes what makes up for the latter.
+FA_DEVICE void scale_columns(Rows& rows, const int (&own)[Rows::kGroups], SharedStorage& shared,
+                             float* column_factor) {
+  const int lane = tid_x_again() % 32, first = 8 * (lane % 8);
+#pragma unroll
+  for (int i = 0; i < 4 * Rows::kFours; ++i) {
+    float most = 0.0f;
+#pragma unroll
+    for (int g = 0; g < Rows::kGroups; ++g) {
+      const float x = fabsf(rows.x[g][i / 4][i % 4]);
+      if (x <= kLargest) most = fmaxf(most, x * power_of_two(own[g]));
+    }
+    most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 8));
+    most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 16));
+    const int column = first + Rows::column(i / 4) + i % 4;
+    if (lane < 8) shared.column_of_warp[threadIdx.x / 32][column] = most;
+  }
+  __syncthreads();
+  if (threadIdx.x < kDim) {
+    float most = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, shared.column_of_warp[w][threadIdx.x]);
+    const int exponent = split_exponent(most);
+    shared.column_scale[threadIdx.x] = power_of_two(exponent);
+    column_factor[threadIdx.x] = power_of_two(-exponent);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4 * Rows::kFours; ++i) {
+    const float scale = shared.column_scale[8 * (tid_x_again() % 8) + Rows::column(i / 4) + i % 4];
+#pragma unroll
+    for (int g = 0; g < Rows::kGroups; ++g) {
+      rows.x[g][i / 4][i % 4] = rows.x[g][i / 4][i % 4] * power_of_two(own[g]) * scale;
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_split_kv(const __grid_constant__ SplitKvParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -130,16 +189,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     own[g] = split_exponent(most[g]);
   }
   const Exponents found = exponents_of_block(own, most, is_v ? rows_left : 0, shared);
-  const bool is_mixed = found.of_smallest - found.of_largest > kMostUniform;
+  bool is_mixed = found.of_smallest - found.of_largest > kMostUniform;
+  if (kParts == 2 && is_v && !is_mixed) {
+    is_mixed = has_many_small(rows, power_of_two(found.of_largest), min(kTileN, entry_rows - first),
+                              shared);
+  }
 
   Pairs& to = array.to[block];
   if (threadIdx.x == 0) to.scale.is_mixed = is_mixed;
+  const bool has_columns = kParts == 2 && is_v && is_mixed;
+  if (has_columns) scale_columns(rows, own, shared, to.column_factor);
 #pragma unroll
   for (int g = 0; g < Rows::kGroups; ++g) {
-    const int row = own_row + g * Rows::kStep;
+    const int row = split_row<Rows::Tile>(tid_x_again()) + g * Rows::kStep;
     // Rows of zeros take part, unless there is nothing else.
     const int exponent = is_mixed ? own[g] : min(found.of_largest, own[g]);
-    store_near<Pairs::Tile, kParts>(to.part[0], rows.x[g], row, power_of_two(exponent));
+    const float scale = has_columns ? 1.0f : power_of_two(exponent);
+    store_near<Pairs::Tile, kParts>(to.part[0], rows.x[g], row, scale,
+                                    has_columns ? kLowScale : 1.0f);
     if (threadIdx.x % 8 == 0) {
       if (is_v) {
         const int of_zeros = first + row < entry_rows ? kZeroExponent : kNoExponent;

@@ -113,8 +113,9 @@ FA_DEVICE void apply_exponents(const SharedStorage& shared, int stage, int i, in
 }
 // Multiplies each row of X by the exponents of the rows that it meets, from `factors` on.  They are
 // relative to their largest, which is `unit`, unless they differ so much that float32 would not
-// hold all of it.  Then `unit` is that of the row's own largest product.
-FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[kMmaM][2]) {
+// hold all of it.  Then `unit` is that of the row's own largest product.  Returns how far half of
+// the exponents are apart.
+FA_DEVICE int weigh_by_exponents(const float* factors, Scores& x, int (&unit)[kMmaM][2]) {
   // Of half of the exponents.  What is 2^-46 of a row's largest number still counts.
   constexpr int kMostSpread = 40;
   uint32 most_bits = 0, least_bits = 0;  // of factors, which are 0 or powers of two; below 0
@@ -129,7 +130,8 @@ FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[k
   const float2* own = reinterpret_cast<const float2*>(factors) + tid_x_again() % 4;
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) unit[m][0] = unit[m][1] = 2 * top;
-  if (lowest == 0 || top + 127 - static_cast<int>(lowest >> 23) <= kMostSpread) {
+  const int spread = lowest == 0 ? 0 : top + 127 - static_cast<int>(lowest >> 23);
+  if (spread <= kMostSpread) {
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
       const float2 two = own[4 * j];
@@ -143,7 +145,7 @@ FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[k
         }
       }
     }
-    return;
+    return spread;
   }
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
@@ -175,6 +177,7 @@ FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[k
       }
     }
   }
+  return spread;
 }
 
 // A row's exponent, as two powers of two.
@@ -182,16 +185,15 @@ struct ProductFactors {
   float half[kMmaM][2], rest[kMmaM][2];
 };
 
-// Splits X, for a product with the rows of the other side's array i from `row` of its tile on.
+// Splits X, whose rows are 2^unit times what is here (weigh_by_exponents), for a product with rows
+// of the other side.
 //
-// Exponents of these rows belong to X, each row of which is then multiplied by the power of two
-// that brings its largest number near 2^14.  `factors` is what the product is to be multiplied by.
+// Each row is multiplied by the power of two that brings its largest number near 2^14.  `factors`
+// is what the product is to be multiplied by.
 template <typename Split>
-FA_DEVICE void split_operand(const SharedStorage& shared, int stage, int i, int row, Scores& x,
+FA_DEVICE void split_operand(const Scores& x, const int (&unit)[kMmaM][2],
                              SplitPair (&p)[kMmaM][kMmaN][2], ProductFactors& factors,
                              const Split& split_two) {
-  int unit[kMmaM][2];
-  weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i] + row, x, unit);
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
@@ -269,7 +271,8 @@ FA_DEVICE void make_scores(const BwdFp32Params& params, const WorkTile& work, co
 //
 // A number of less than 2^-25 of the largest of its row keeps fewer than 24 bits, and a product of
 // it is off by up to 2^-50 of the largest product that there might be.  A score may be off by 2^-26
-// of the LSE, or of 1; dP by as much of delta, or of dP - delta.
+// of the LSE, or of 1; dP by as much of delta, or of dP - delta.  A score so far below the LSE that
+// its weight is 0 may be off by more, and so may dP of such a pair.
 FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scores& s, Scores& dp) {
   const int lane = tid_x_again() % 32;
   bool is_suspect = false;
@@ -294,7 +297,16 @@ FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scor
         const auto product = [&](int of_own, int of_other) {
           return shared.own_rows[of_own][own] * shared.other_rows[stage][of_other][other];
         };
-        if (product(kOwnLimit, kOtherLimit) > 1.0f) s[m][j][e] = FA_NAN;
+        const float lost = product(kOwnLimit, kOtherLimit);
+        if (lost > 1.0f) {
+          const float shift =
+              kOwnKeys ? shared.other_rows[stage][kShift][other] : shared.own_rows[kShift][own];
+          if (s[m][j][e] + kNoWeight + lost * lost * fmaxf(1.0f, fabsf(shift)) / (1 << 25) <
+              shift) {
+            continue;
+          }
+          s[m][j][e] = FA_NAN;
+        }
         if (product(kOwnLimit + 1, kOtherLimit + 1) > 1.0f) {
           const float factor =
               product(kOwnFactor + 1, kOtherFactor + 1) * 8.0f;  // 2^((30-50+26)/2)

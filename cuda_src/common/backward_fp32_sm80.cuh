@@ -132,8 +132,9 @@ FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, int ro
   __syncwarp();  // registers are short: nothing of this is to begin earlier
   SplitPair p[kMmaM][kMmaN][2];
   ProductFactors factors;
-  split_operand(shared, stage, i, row, x, p, factors,
-                [](float one, float two) { return split(one, two); });
+  int unit[kMmaM][2];
+  weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i] + row, x, unit);
+  split_operand(x, unit, p, factors, [](float one, float two) { return split(one, two); });
   const uint32 address =
       OtherSide::at(cvta_to_shared(shared.other[stage][i][0]) + b_trans_lane<OtherSide>(), row, 0);
 #pragma unroll

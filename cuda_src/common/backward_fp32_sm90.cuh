@@ -9,6 +9,7 @@
 // high parts: one accumulator, which is multiplied by 2^-11 in between.  P and dS are split without
 // that factor (split_rows.cuh), so that one accumulator takes all of their products with the rows
 // of the other side: where these are low parts, high parts of P and dS are 2^-11 times as large.
+// Where these rows differ much in size, products of P and dS are as those of scores are.
 #pragma once
 #include "cuda_src/common/backward_fp32.cuh"
 #include "cuda_src/common/mma_sm80.cuh"
@@ -264,9 +265,14 @@ struct Operand {
   ProductFactors factors;
 };
 
-FA_DEVICE void make_operand(const TileStorage& shared, int stage, int i, Scores& x, Operand& p) {
+// Numbers of X keep both parts whole down to 2^-17 of the largest of their row: enough for rows of
+// the other side of about one size, half of whose exponents are at most this far apart.
+constexpr int kMostNear = 4;
+
+FA_DEVICE void make_operand(const Scores& x, const int (&unit)[kMmaM][2], Operand& p) {
   constexpr uint32 kSmaller = 0x10001000, kMinusZeros = 0x80008000;  // 2^-11 twice, IEEE 754
-  split_operand(shared, stage, i, 0, x, p.pairs, p.factors, split_near);
+  split_operand(x, unit, p.pairs, p.factors,
+                [](float one, float two) { return split_near(one, two); });
 #pragma unroll
   for (int e = 0; e < 2 * kMmaN; ++e) {
     p.smaller[e / 2][e % 2] = fma_rn_f16x2(p.pairs[0][e / 2][e % 2].high, kSmaller, kMinusZeros);
@@ -275,12 +281,14 @@ FA_DEVICE void make_operand(const TileStorage& shared, int stage, int i, Scores&
 
 using Product = float[kSumCols / 8][4];
 
-// Starts the product of X with the rows of a tile, in kSumCols columns.  The sums are not to be
-// touched before a wgmma_wait_group.
+// Starts the product of X with the rows of a tile, in kSumCols columns, or of its three products
+// (low * high, high * low, high * high) those from kBegin to kEnd.  The sums are not to be touched
+// before a wgmma_wait_group.
+template <bool kMixed = false, int kBegin = 0, int kEnd = 3>
 FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int part_of_cols) {
   wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < 3; ++part) {  // low * high, high * low, high * high
+  for (int part = kBegin; part < kEnd; ++part) {
 #pragma unroll
     for (int step = 0; step < kPart / 16; ++step) {
       uint32 own[4];
@@ -288,7 +296,7 @@ FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int p
       for (int r = 0; r < 4; ++r) {
         const int j = 2 * step + r / 2;
         const SplitPair& two = x.pairs[0][j][r % 2];
-        own[r] = part == 0 ? two.low : part == 1 ? x.smaller[j][r % 2] : two.high;
+        own[r] = part == 0 ? two.low : part == 1 && !kMixed ? x.smaller[j][r % 2] : two.high;
       }
       const uint32 a[4] = {own[0], own[1], own[2], own[3]};
       const int place = part_of_cols * (kSumCols / 64 * kSwizzleBytes) + step * (2 * kNextEight) +
@@ -309,15 +317,39 @@ FA_DEVICE void add_columns(const Product& product, const ProductFactors& factors
   }
 }
 
+// sums += X B where rows of B are of all sizes: low parts of X have a factor, as those of B have,
+// and their products are added up first.
+template <typename OnOperand>
+FA_DEVICE void add_mixed_product(const Scores& x, const int (&unit)[kMmaM][2], uint64 tile,
+                                 Sums& sums, const OnOperand& on_operand) {
+  Operand p;
+  split_operand(x, unit, p.pairs, p.factors, [](float one, float two) { return split(one, two); });
+  on_operand();
+#pragma unroll
+  for (int part = 0; part < 8 * kMmaV / kSumCols; ++part) {
+    Product product;
+    start_product<true, 0, 2>(product, p, tile, part);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int e = 0; e < kSumCols / 2; ++e) product[e / 4][e % 4] *= kLowInverse;
+    start_product<true, 2, 3>(product, p, tile, part);
+    wgmma_wait_group<0>();
+    add_columns(product, p.factors, sums, part);
+  }
+}
+
 // sums += X B, where B are the rows of a tile of the other side's array i.  What is known of these
 // is not read any more after `on_operand`.
 template <typename OnOperand>
 FA_DEVICE void add_product(const TileStorage& shared, int stage, int i, Scores& x, Sums& sums,
                            const OnOperand& on_operand) {
-  Operand p;
-  make_operand(shared, stage, i, x, p);
-  on_operand();
+  int unit[kMmaM][2];
+  const int spread = weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i], x, unit);
   const uint64 tile = describe_other(shared, stage, i, warp_col() / 64 * kSwizzleBytes);
+  if (spread > kMostNear) return add_mixed_product(x, unit, tile, sums, on_operand);
+  Operand p;
+  make_operand(x, unit, p);
+  on_operand();
 #pragma unroll
   for (int part = 0; part < 8 * kMmaV / kSumCols; ++part) {
     Product product;

@@ -220,22 +220,34 @@ struct PairTerms {
   double weight, ds;
 };
 
+// A product of a row of a query's array and one of a key's.
+template <typename Params, typename OfQuery, typename OfKey>
+FA_DEVICE double dot_of_pair(const Params& params, uint32 entry, const OfQuery& of_query, int query,
+                             const OfKey& of_key, int key, int cols) {
+  return dot_of_warp(row_start(params, of_query, entry, query),
+                     row_start(params, of_key, entry, key), cols);
+}
+
+// The score of a pair: -inf where it is hidden.
+template <typename Params>
+FA_DEVICE ScoreAndSlope<double> pair_score(const Params& params, uint32 entry, int query, int key) {
+  if constexpr (kSparse) {
+    if (!mask_leaves(params, entry, query, key)) return {-FA_INFINITY, 0.0};
+  }
+  return score_and_slope_fp64(
+      params, operand_offsets(params, entry),
+      dot_of_pair(params, entry, params.q, query, params.k, key, params.common.head_dim), query,
+      key);
+}
+
 template <typename Params, typename Row>
 FA_DEVICE PairTerms pair_terms(const Params& params, uint32 entry, const Row& row, int query,
                                int key) {
-  const AttentionParams& p = params.common;
-  if constexpr (kSparse) {
-    if (!mask_leaves(params, entry, query, key)) return {false, 0.0, 0.0};
-  }
-  const auto dot = [&](const auto& of_query, const auto& of_key, int cols) {
-    return dot_of_warp(row_start(params, of_query, entry, query),
-                       row_start(params, of_key, entry, key), cols);
-  };
-  const auto found = score_and_slope_fp64(params, operand_offsets(params, entry),
-                                          dot(params.q, params.k, p.head_dim), query, key);
+  const auto found = pair_score(params, entry, query, key);
   if (found.score == -FA_INFINITY) return {false, 0.0, 0.0};
   const double weight = weight_fp64(row, found.score);
-  const double dp = dot(params.dout, params.v, p.v_dim) - row.delta;
+  const int cols = params.common.v_dim;
+  const double dp = dot_of_pair(params, entry, params.dout, query, params.v, key, cols) - row.delta;
   return {true, weight, times_slope(weight, found.slope) * dp};
 }
 

@@ -16,7 +16,8 @@ enum QueryField : int {
   kDoutFactor,
   kQLimit,
   kDoutLimit,
-  kQueryFields
+  kQueryFields,                    // of what kernels copy to shared memory
+  kExactDifference = kQueryFields  // see exact_difference
 };
 enum KeyField : int { kKFactor, kVFactor, kKLimit, kVLimit, kKeyFields };
 // backward_fp32.py holds the same fields in the same order.  `rows` are those of QueryField.
@@ -50,7 +51,7 @@ FA_DEVICE int64 first_row_of(const BwdFp32Params& params, uint32 entry) {
   return static_cast<int64>(entry) * params.entry_rows;
 }
 
-// What is known of a query, for rows by hand.
+// What is known of a query.
 struct KnownRow {
   float shift, factor, delta;
 };
@@ -58,4 +59,66 @@ FA_DEVICE KnownRow known_row(const BwdFp32Params& params, uint32 entry, int quer
   const float* from = params.rows + first_row_of<false>(params, entry) + query;
   const int64 step = query_fields_step(params);
   return {from[kShift * step], from[kFactor * step], from[kDelta * step]};
+}
+
+// From this log-sum-exp on, rows are far.  Below, its rounding changes weights by 2^-20 at most.
+constexpr float kFarFp32 = 32.0f;
+// A score that is this far below the LSE has a weight of 0 in float32.
+constexpr float kNoWeight = 104.0f;
+
+// What is known of a query, for rows by hand, and where it is.
+struct RowByHand : KnownRow {
+  const BwdFp32Params& params;
+  const WorkTile& work;
+  uint32 entry;
+  int query;
+};
+FA_DEVICE RowByHand row_by_hand(const BwdFp32Params& params, const WorkTile& work, uint32 entry,
+                                int query) {
+  return {known_row(params, entry, query), params, work, entry, query};
+}
+
+// What is to be added to a row's shift, by a warp: for one that is a largest score the difference
+// to the exact one, for a log-sum-exp likewise.  With a factor of 1 it may be either; one that is
+// far from both is that of more keys, and stays.
+FA_DEVICE float find_exact_difference(const RowByHand& row) {
+  const BwdFp32Params& params = row.params;
+  const auto& band = band_of(params.common, row.work);
+  double most = load_sink_fp64(params.common, row.entry, row.query);
+  double sum = most == -FA_INFINITY ? 0.0 : 1.0;
+  const int end = last_key(band, row.query);
+#pragma unroll 1
+  for (int key = first_key(band, row.query); key <= end; ++key) {
+    const double score = pair_score(params, row.entry, row.query, key).score;
+    if (!(score > -FA_INFINITY)) continue;
+    const double larger = fmax(most, score);
+    sum = sum * exp_fp64(fmax(most - larger, -700.0)) + exp_fp64(fmax(score - larger, -700.0));
+    most = larger;
+  }
+  if (row.factor != 1.0f) return static_cast<float>(most - row.shift);
+  const double difference = most + log(sum) - row.shift;
+  return fabs(difference) < 1.0 + fabs(row.shift) / 1024.0 ? difference : 0.0;
+}
+
+// What is to be added to a far row's shift.  It is found when it is wanted first: warps that want
+// it at the same time find and write the same number.
+FA_DEVICE float exact_difference(const RowByHand& row) {
+  float* known = row.params.rows + first_row_of<false>(row.params, row.entry) + row.query +
+                 kExactDifference * query_fields_step(row.params);
+  float difference = *known;
+  if (difference != difference) {
+    difference = find_exact_difference(row);
+    if (threadIdx.x % 32 == 0) *known = difference;
+  }
+  return difference;
+}
+
+// The weight of an exact score.  What replaces a far LSE is too coarse for that: it is the largest
+// of rounded scores, each of which may be off by 2^-22 of it and more.
+FA_DEVICE double weight_fp64(const RowByHand& row, double score) {
+  const float size = fabsf(row.shift);
+  double shift = row.shift;
+  const bool counts = score > shift - kNoWeight - size / 64.0f;
+  if (counts && size >= kFarFp32 && size < FA_INFINITY) shift += exact_difference(row);
+  return row.factor * exp_of_difference_fp64(score - shift);
 }

@@ -3,8 +3,6 @@
 #pragma once
 #include "cuda_src/common/backward_fp32.cuh"
 
-// From this log-sum-exp on, rows are far.  Below, its rounding changes weights by 2^-20 at most.
-constexpr float kFarFp32 = 32.0f;
 // An LSE that is larger than that of a row's own scores by more than a part of itself, or of the
 // largest product that there might be, is one of more keys: results over parts of the keys were
 // merged.  Less is rounding: of an LSE by two units in the last place, of what its products lose,

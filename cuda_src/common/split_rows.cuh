@@ -9,24 +9,26 @@
 #pragma once
 #include "cuda_src/common/split_float.cuh"
 
-// x and y as pairs: their rounded values, and the rounded remainders.
-FA_DEVICE SplitPair split_near(float x, float y) {
+// x and y as pairs: their rounded values, and the rounded remainders, which may have a factor.
+FA_DEVICE SplitPair split_near(float x, float y, float low_scale = 1.0f) {
   const uint32 high = cvt_rn_f16x2_f32(x, y);
-  return {high, cvt_rn_f16x2_f32(x - cvt_f32_f16(static_cast<uint16>(high)),
-                                 y - cvt_f32_f16(static_cast<uint16>(high >> 16)))};
+  const float x_low = x - cvt_f32_f16(static_cast<uint16>(high));
+  const float y_low = y - cvt_f32_f16(static_cast<uint16>(high >> 16));
+  return {high, cvt_rn_f16x2_f32(x_low * low_scale, y_low * low_scale)};
 }
 
 // Writes a part of a row, eight neighbouring columns of every 64 (FloatChunk), to a tile of
 // high parts, and to one of low parts behind it if kParts is 2.
 template <typename Tile, int kParts, int kFours>
-FA_DEVICE void store_near(uint8* tile, const float (&x)[kFours][4], int row, float scale) {
+FA_DEVICE void store_near(uint8* tile, const float (&x)[kFours][4], int row, float scale,
+                          float low_scale = 1.0f) {
 #pragma unroll
   for (int i = 0; i < kFours / 2; ++i) {
     SplitPair pair[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float* two = &x[2 * i + e / 2][e % 2 * 2];
-      pair[e] = split_near(two[0] * scale, two[1] * scale);
+      pair[e] = split_near(two[0] * scale, two[1] * scale, low_scale);
     }
     uint8* to = tile + Tile::offset(row, 8 * i + threadIdx.x % 8);
     *reinterpret_cast<uint4*>(to) =

@@ -140,6 +140,36 @@ def test_errors_are_at_most_twice_those_of_plain_float32(data, dim):
         assert error <= max(limit, 6e-7), (name, error, limit)
 
 
+def of_columns(found, want):
+    """The relative error of each column, in the norm of Frobenius."""
+    scale = np.abs(want).max(-2, keepdims=True)
+    off, whole = (found.astype(np.float64) - want) / scale, want / scale
+    return np.sqrt(np.square(off).sum((0, -2)) / np.square(whole).sum((0, -2)))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("size", [1e5, 1e7, 1e9, 1e30])
+@pytest.mark.parametrize("where", ["a column", "a number"])
+def test_a_large_column_leaves_others_as_exact(where, size, dim):
+    """Of the output beside values, and of dV beside gradients of the output."""
+    rng = np.random.default_rng(dim)
+    dout, q, k, v = (normal(rng, (2, 700, dim), SINGLE) for _ in range(4))
+    for x in (v, dout)[: 2 if where == "a number" and size < 1e10 else 1]:
+        if where == "a column":
+            x[..., 5] *= SINGLE.type(size)
+        else:
+            x[:, 500, 5] = size
+    wanted = reference.attention(q, k, v)[0], reference.attention_backward(dout, q, k, v)[2]
+    dout, q, k, v = map(cp.asarray, (dout, q, k, v))
+    usual = in_plain_float32(dout, q, k, v)
+    out, lse = attention(q, k, v, return_lse=True)
+    found = out, attention_backward(dout, q, k, v, out, lse)[2]
+    assert "attention/fwd_fp32_sm90" in plans.kernels()
+    for name, x, y, z in zip(("out", "v"), found, (usual[0], usual[3]), wanted, strict=True):
+        error, limit = of_columns(x.get(), z).max(), 2 * of_columns(y.get(), z).max()
+        assert error <= max(limit, 1.2e-6), (name, error, limit)
+
+
 def test_two_streams():
     rng = np.random.default_rng(0)
     arrays = [[cp.asarray(normal(rng, (3, 900, 64), SINGLE)) for _ in range(3)] for _ in range(2)]

@@ -309,7 +309,7 @@ def test_tiles_of_keys_go_from_one_launch_to_the_next(launcher):
     traits = long_single(((3, 2), (3, 1), (1, 2)), (600, 300), (64, 60))
     plan = make_plan(traits, launcher)
     bytes_of_tile = split_kv.VARIANTS[0].tile_bytes
-    assert bytes_of_tile == 4 * 128 * 64 + 4 * 128 + 16
+    assert bytes_of_tile == 4 * 128 * 64 + 4 * 128 + 16 + 4 * 64
     k_bytes, v_bytes = 3 * 3 * bytes_of_tile, 2 * 3 * bytes_of_tile
     v_tiles = WORKSPACE + -(-k_bytes // 256) * 256
     plan.run(PLACES)

@@ -35,10 +35,14 @@ def powers(count, least, most, seed=0):
     return np.float32(10.0) ** exponents.astype(SINGLE)
 
 
-def hold(row, arrays, rows=False, times=None, seed=0, source=None, truncating=False, **options):
+def hold(
+    row, arrays, rows=False, times=None, seed=0, source=None, truncating=False, columns=False,
+    **options,
+):  # fmt: skip
     """Hold a call against float64: not off by more than twice what plain float32 is, or `LIMIT`.
 
-    With `rows` the worst of the rows counts, to twice as much: rows may differ in size.
+    With `rows` the worst of the rows counts, to twice as much: rows may differ in size. With
+    `columns` the worst of the columns does.
     """
     times = times or (4.0 if rows else 2.0)
     bias, mask = options.pop("bias", None), options.pop("mask", None)
@@ -52,7 +56,7 @@ def hold(row, arrays, rows=False, times=None, seed=0, source=None, truncating=Fa
     finite = np.isfinite(want)
     np.testing.assert_array_equal(np.isnan(out), np.isnan(want))
     np.testing.assert_array_equal(out[~finite], want[~finite].astype(SINGLE))
-    axis = -1 if rows else None
+    axis = -1 if rows else -2 if columns else None
 
     def error(found):
         with np.errstate(all="ignore"):
@@ -60,7 +64,8 @@ def hold(row, arrays, rows=False, times=None, seed=0, source=None, truncating=Fa
         whole = np.where(finite, want, 0)
         scale = max(np.abs(whole).max(initial=0), 1e-300)  # squares leave no range
         sizes = (np.sqrt(np.square(x / scale).sum(axis)) for x in (off, whole))
-        return np.divide(*sizes, out=np.zeros(np.shape(want)[:-1] if rows else ()), where=True)
+        shape = np.delete(want.shape, axis) if axis else ()
+        return np.divide(*sizes, out=np.zeros(shape), where=True)
 
     with np.errstate(invalid="ignore", divide="ignore"):
         found, usual = (np.nan_to_num(error(x), posinf=1.0) for x in (out, plain))

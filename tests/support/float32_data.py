@@ -14,6 +14,13 @@ def with_first(x, value):
     return np.where(np.arange(x.shape[-1]) < 3, value, x)
 
 
+def with_number(x, row, value):
+    """The array with this value in a column of a row."""
+    x = x.copy()
+    x[..., row, 5] = value
+    return x
+
+
 #: What is done to normal data, and whether rows of gradients differ in size.
 DATA = {
     "normal": (lambda dout, q, k, v: (dout, q, k, v), False),
@@ -55,6 +62,16 @@ DATA = {
             with_first(dout, 1e25), q, k, with_first(v, 0),
         ),
         False,
+    ),
+    "a large number in a gradient": (
+        lambda dout, q, k, v: (with_number(dout, 77, 1e9), q, k, v), False,
+    ),
+    "a large number in a value": (
+        lambda dout, q, k, v: (dout, q, k, with_number(v, 77, 1e9)), False,
+    ),
+    # Nearly all its scores are far above others, or far below; one loses digits.
+    "a large number in a key": (
+        lambda dout, q, k, v: (dout, with_number(q, 70, 1e-12), with_number(k, 61, 1e9), v), False,
     ),
     "columns of all sizes": (
         lambda dout, q, k, v: (

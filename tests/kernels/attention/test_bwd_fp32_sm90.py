@@ -71,6 +71,37 @@ def test_as_good_as_plain_float32(data):
     of_mma.check(D64, arrays, by_row=by_row, truncating=True, **TOP_LEFT)
 
 
+def check_columns(rows, less=(0, 0), **call):
+    """Columns of dV, where a single row of dO has a large number."""
+    arrays = arrays_of(rows, (120, 100), (1, 1), less=less)
+    arrays[0][..., 77, 5] = 1e9
+    found, want, plain = (
+        x[2].swapaxes(-1, -2)
+        for x in (
+            solve(rows, arrays, truncating=True, **call),
+            definition(arrays),
+            definition(arrays, dtype=SINGLE),
+        )
+    )
+    (error,), (usual,) = (of_mma.errors([x], [want], rows=True) for x in (found, plain))
+    limit = max(2 * usual.max(), of_mma.LIMIT)
+    assert error.max() <= limit, (error.max(), limit)
+
+
+@pytest.mark.parametrize("dim", only(CHAINS, 64))
+def test_a_large_number_leaves_other_columns_as_exact(dim):
+    check_columns(CHAINS[dim])
+
+
+@pytest.mark.parametrize("dim", only(CHAINS, 64))
+def test_scores_far_below_others_are_not_computed_again(dim, tmp_path):
+    """Half of the queries see a key that is far above the others, for the rest it is far below."""
+    rows = CHAINS[dim]
+    arrays = arrays_of(rows, (120, 100), (1, 1))
+    arrays[2][..., 61, 5] = 1e9
+    of_mma.check(rows, arrays, sources=of_mma.sources_without(tmp_path, rows))
+
+
 def test_long_sequences():
     """Where tensor cores add up a few terms at a time, cutting them shows no more than this."""
     for lengths in ((1000, 60), (60, 1000)):
@@ -275,6 +306,47 @@ def cases():
     far[1][..., ::7, 0], far[2][..., 0] = 2.0**20, 1.0
     yield arrays, {"dlse": dlse, **TOP_LEFT}
     yield far, {"dlse": dlse}
+
+
+# Of rows and scores of all sizes.
+MIXED_BUGS = {
+    "rows are taken to be of one size": ("dkdv", "kMostNear = 4;", "kMostNear = 1000;"),
+    "low parts of mixed rows keep their factor": (
+        "dkdv", "product[e / 4][e % 4] *= kLowInverse;", "product[e / 4][e % 4] *= 1.0f;",
+    ),
+    "low parts of mixed rows have no factor": (
+        "dkdv", "return split(one, two);", "return split_near(one, two);",
+    ),
+    "high parts of mixed rows are smaller": (
+        "dkdv", "part == 1 && !kMixed ?", "part == 1 ?",
+    ),
+    "exact scores are held against rounded ones": (
+        "dkdv", "if (counts && size >= kFarFp32 &&", "if (false && size >= kFarFp32 &&",
+    ),
+    "the difference is subtracted": (
+        "dkdv", "shift += exact_difference(row);", "shift -= exact_difference(row);",
+    ),
+    "the difference is that of another row": (
+        "preprocess", "to[kExactDifference * step] = FA_NAN;", "to[kExactDifference * step] = 0;",
+    ),
+    "scores of all sizes may lose digits": ("dkdv", "(1 << 25) < shift) {", "(1 << 25) < 1e30f) {"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", MIXED_BUGS)
+def test_a_planted_bug_in_numbers_of_all_sizes_is_found(bug, tmp_path):
+    which, old, new = MIXED_BUGS[bug]
+    row = D64[("preprocess", "dq", "dkdv").index(which)]
+    sources = {row.entry: plant(tmp_path, row.source, (old, new))}
+
+    def compare():
+        check_columns(D64, sources=sources)
+        for data in ("a large number in a key", "large numbers that meet zeros"):
+            arrays = of_mma.DATA[data][0](*arrays_of(D64, (120, 100), (1, 1)))
+            of_mma.check(D64, [x.astype(SINGLE) for x in arrays], sources=sources)
+
+    with pytest.raises((emulator.EmulationError, AssertionError)):
+        compare()
 
 
 @pytest.mark.parametrize("bug", BUGS)

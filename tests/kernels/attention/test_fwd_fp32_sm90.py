@@ -39,11 +39,14 @@ from tests.support.attention_fp32 import (
 )
 from tests.support.every_run import drawn, examples, only
 from tests.support.kernel_attention import blocks_of
+from tests.support.planted import plant
+from validation import emulator
 from validation.emulator import calls
 
 pytestmark = pytest.mark.emulator
 
 PAIRS = [row for row in VARIANTS if row.parts == 2]
+SPLITS = {row.split for row in PAIRS}
 ROWS = {(row.dim, row.sparse): row for row in PAIRS}
 D64, SPARSE, D128, D256 = (ROWS[x] for x in ((64, False), (64, True), (128, False), (256, False)))
 ROUNDED = [row for row in VARIANTS if row.parts == 1]
@@ -217,6 +220,51 @@ def test_tiles_whose_rows_have_one_exponent_or_others(kind, which):
         hold(D64, (q, k, v), rows=True, truncating=bool(seed), **(CAUSAL if seed else {}))
 
 
+def one_number(v):
+    """The last row, which the last query alone sees with causality, has a large number."""
+    v = v.copy()
+    v[-1, 5] = 1e9
+    return v
+
+
+def sizes_of(shape, most=30):
+    return np.exp2(np.random.default_rng(most).integers(-most, most, shape))
+
+
+# What is done to V, columns of which differ in size.
+COLUMNS = {
+    "one of 1e7": lambda v: v * np.where(np.arange(v.shape[1]) == 5, 1e7, 1),
+    "one of 1e9": lambda v: v * np.where(np.arange(v.shape[1]) == 5, 1e9, 1),
+    "one of 1e30": lambda v: v * np.where(np.arange(v.shape[1]) == 5, 1e30, 1),
+    "all, from 2^-50 to 2^50": lambda v: v * np.exp2(np.linspace(-50, 50, v.shape[1])),
+    "one number of 1e9": one_number,
+    "numbers of all sizes": lambda v: v * sizes_of(v.shape),
+    "columns and rows": lambda v: v * sizes_of((1, v.shape[1])) * sizes_of((len(v), 1), 20),
+    "a few keys": lambda v: (v * np.exp2(np.linspace(-50, 50, v.shape[1])))[:131],
+}
+
+
+def hold_columns(row, kind, **how):
+    q, k, v = arrays_of(row.dim, 70, 300)
+    v = COLUMNS[kind](v).astype(SINGLE)
+    hold(row, (q, k[: len(v)], v), columns=True, **how)
+
+
+@pytest.mark.parametrize("row", only([D64, D128, D256], D64), ids=lambda row: row.name)
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_columns_of_other_sizes(kind, row):
+    """Each is as good as in plain float32, however large others are."""
+    hold_columns(row, kind, truncating=True)
+
+
+def test_a_large_number_that_is_hidden():
+    """It has an exponent with its row, not with its column."""
+    q, k, v = arrays_of(64, 70, 300)
+    out, _ = calls.attention(D64, q, k, one_number(v).astype(SINGLE), **CAUSAL)
+    want, _ = reference.attention(q, k, v, **CAUSAL)
+    assert reference.relative_error(out[:-1, 5], want[:-1, 5]) < 1e-6
+
+
 # What stands in the kernel or its headers, what is put there instead; on which row.
 BUGS = {
     "a low part of a weight is left out": (
@@ -265,7 +313,7 @@ BUGS = {
         D64, ("wait(shared.k_full[k_at.index()], k_at.parity());\n        start_qk", "start_qk"),
     ),
     "exponents land later than a tile": (
-        D64, ("sizeof(KVTile));\n  cp_async_bulk_load(", "2 * kKLow);\n  cp_async_bulk_load("),
+        D64, ("kCopiedBytes);\n  cp_async_bulk_load(", "2 * kKLow);\n  cp_async_bulk_load("),
     ),
     "the number of a tile is that of a later one": (
         D64, ("wait(shared.k_empty[stage], k_at.parity() ^ 1);\n    shared.key_tile[stage]",
@@ -305,6 +353,32 @@ BUGS = {
         D64, ("kParts == 2 ? 40 :", "kParts == 2 ? 55 :"),
     ),
 }  # fmt: skip
+# Of tiles whose numbers are of all sizes.
+MIXED_BUGS = {
+    "low parts keep their factor": (D64, ("sums[e / 4][e % 4] *= kLowInverse;", "")),
+    "low parts of weights have no factor": (
+        D64, ("split_weights(s, weights, kLowScale);", "split_weights(s, weights, 1.0f);"),
+    ),
+    "small numbers are not looked for": (
+        D64.split, ("return threads >= min(kManySmall, count);", "return false;"),
+    ),
+    "low parts of values have no factor": (D64.split, ("has_columns ? kLowScale : 1.0f", "1.0f")),
+    "columns have no exponents": (
+        D64.split, ("const int exponent = split_exponent(most);", "const int exponent = 0;"),
+    ),
+    "columns of other rows count": (
+        D64.split, ("fmaxf(most, x * power_of_two(own[g]))", "fmaxf(most, x)"),
+    ),
+    "columns keep their exponents": (
+        D64, ("e % 2 ? of_columns.y : of_columns.x;", "1.0f;"),
+    ),
+    "exponents of columns are those of the first": (
+        D128, ("column_factor + part * kPvCols", "column_factor"),
+    ),
+    "exponents of columns are those of another tile": (
+        D64, ("v_tiles[key_tile].column_factor", "v_tiles[0].column_factor"),
+    ),
+}  # fmt: skip
 ALWAYS = "K is filled while its exponents are read", "wgmma may not see Q"
 
 
@@ -322,6 +396,19 @@ def cases(row):
         q, k, v = arrays_of(row.dim, 140, 400, batch=(2,))
         found += [((q, k, v[:1]), {}), (large_numbers(24, 0), {})]
     return found
+
+
+@pytest.mark.parametrize("bug", MIXED_BUGS)
+def test_a_planted_bug_in_mixed_tiles_is_found(bug, tmp_path):
+    row, change = MIXED_BUGS[bug]
+    source = plant(tmp_path, row.source, change, *([] if row in SPLITS else [NOT_AGAIN]))
+
+    def compare():
+        for kind in COLUMNS:
+            hold_columns(row if row in PAIRS else D64, kind, source=source)
+
+    with pytest.raises((emulator.EmulationError, AssertionError)):
+        compare()
 
 
 @pytest.mark.parametrize("bug", only(BUGS, *ALWAYS))

@@ -30,9 +30,14 @@ class Tiles:
     Attributes
     ----------
     parts : numpy.ndarray of float64, shape (parts, entries, tiles, tile_n, dim)
+        Low ones without their factor, where they have one.
     scale : numpy.ndarray of float64, shape (entries, tiles, tile_n)
         What the parts of a row are to be multiplied by; 0 of rows that have no exponent.
     is_mixed : numpy.ndarray of bool, shape (entries, tiles)
+    column : numpy.ndarray of float64, shape (entries, tiles, dim)
+        What columns are to be multiplied by.
+    has_columns : numpy.ndarray of bool, shape (entries, tiles)
+        Whether columns have exponents, and low parts their factor.
     """
 
     def __init__(self, row, raw, tiles, is_v):
@@ -42,6 +47,7 @@ class Tiles:
                 ("scale", np.int32 if is_v else np.float32, (row.tile_n,)),
                 ("is_mixed", np.int32),
                 ("unused", np.int32, (3,)),
+                ("column", np.float32, (row.dim if row.parts == 2 else 4,)),
             ]
         )
         found = raw.view(kind).reshape(-1, tiles)
@@ -56,6 +62,11 @@ class Tiles:
         self.exponent = scale if is_v else 2 * np.log2(scale)
         self.scale = np.exp2(self.exponent)
         self.scale[self.exponent <= OF_ZEROS] = 0
+        self.has_columns = self.is_mixed & bool(is_v) & (row.parts == 2)
+        self.column = np.ones((*self.is_mixed.shape, row.dim))
+        if self.has_columns.any():
+            self.column[self.has_columns] = found["column"][self.has_columns]
+        self.parts[1:, self.has_columns] /= 2.0**11
 
 
 def split(row, k, v, batch=(), source=None, seed=0):
@@ -94,6 +105,16 @@ def in_tiles(row, x):
     return padded.reshape(len(entries), -1, row.tile_n, row.dim)
 
 
+def has_many_small(row, x, exponent, exists):
+    """Whether so many threads have a number that is small beside the largest of a tile."""
+    scaled = np.abs(x) * np.exp2(exponent.astype(np.float64))[..., None]
+    small = (scaled > 0) & (scaled < 2.0**-4)
+    entries, tiles = x.shape[:2]
+    # A thread has every 32nd row, and eight columns of every 64.
+    of_threads = small.reshape(entries, tiles, -1, 32, row.dim // 64, 8, 8).any((2, 4, 6))
+    return of_threads.sum((2, 3)) >= np.minimum(8, exists.sum(-1))
+
+
 def hold(row, x, tiles, is_v):
     """Hold tiles against the rows: numbers, exponents, whether they are mixed."""
     want = in_tiles(row, x)
@@ -103,21 +124,32 @@ def hold(row, x, tiles, is_v):
     most = np.where(has_numbers, own, -1000).max(-1)
     exists = np.arange(want.shape[1] * row.tile_n).reshape(want.shape[1:3]) < x.shape[-2]
     counts = is_v & exists & ~has_numbers  # rows of zeros, whose weights are no measure for others
-    np.testing.assert_array_equal(tiles.is_mixed, (most - least > 8) | counts.any(-1))
     common = np.where(least == 1000, 126, least)[..., None]
+    is_mixed = (most - least > 8) | counts.any(-1)
+    if is_v and row.parts == 2:
+        is_mixed |= has_many_small(row, want, common, exists)
+    np.testing.assert_array_equal(tiles.is_mixed, is_mixed)
     exponent = np.where(tiles.is_mixed[..., None], own, common)
     unit = np.exp2(-exponent.astype(np.float64))
     has_none = is_v & ~has_numbers & tiles.is_mixed[..., None]
     np.testing.assert_array_equal(tiles.scale, np.where(has_none, 0, unit))
     of_none = np.where(exists, OF_ZEROS, OF_NONE)
     np.testing.assert_array_equal(tiles.exponent[has_none], (of_none + 0 * own)[has_none])
-    found = tiles.parts.sum(0) * unit[..., None]
     finite = np.isfinite(want)
+    by_row = np.where(finite, want, 0) / unit[..., None]
+    columns = np.exp2(-exponents(by_row.swapaxes(-1, -2).astype(SINGLE)).astype(np.float64))
+    columns[~tiles.has_columns] = 1
+    np.testing.assert_array_equal(tiles.column, columns)
+    unit = unit[..., None] * columns[..., None, :]
+    found = tiles.parts.sum(0) * unit
     exact = np.where(finite, want, 0).astype(np.float64)
     error = np.abs(np.where(finite, found - exact, 0))
-    # The spacing of subnormal numbers of float16 is 2^-24, and of others 2^-10.
+    # The spacing of subnormal numbers of float16 is 2^-24, and of others 2^-10; that of float32,
+    # in which numbers are multiplied by the exponents of rows, 2^-149.
     relative = 2.0 ** (-11 * row.parts) * np.abs(exact)
-    assert (error <= np.maximum(relative, 2.0**-25 * unit[..., None])).all()
+    spacing = np.where(tiles.has_columns, 2.0**-36, 2.0**-25)[..., None, None]
+    lost = 2.0**-149 / columns[..., None, :] * tiles.has_columns[..., None, None]
+    assert (error <= np.maximum(relative, (spacing + lost) * unit)).all()
     assert not np.isfinite(found[~finite]).any()
     assert np.isnan(found[np.isnan(want)]).all()
 
@@ -206,6 +238,21 @@ def test_rows_have_one_exponent_where_they_are_close(power, is_mixed):
     check_limit(power, is_mixed)
 
 
+def check_small_numbers(count, source=None):
+    """Rows of one size that have so many small numbers, all in one column, and fewer rows."""
+    k, v = arrays_of(D64, 300)
+    v[:count, 7] *= SINGLE.type(1e-9)
+    for rows in (300, 130, 100, 5):
+        check(D64, k[:rows], v[:rows], source=source)
+    found = split(D64, k[:100], v[:100], source=source)[1]
+    assert found.is_mixed.item() == (count >= 8)
+
+
+@pytest.mark.parametrize("count", [0, 7, 8, 300])
+def test_columns_have_exponents_where_many_numbers_are_small(count):
+    check_small_numbers(count)
+
+
 def test_tiles_of_zeros():
     k, v = arrays_of(D64, 384)
     k[:128] = v[128:256] = 0
@@ -247,13 +294,34 @@ BUGS = {
         "Tile::offset(row & ~7, 8 * i + threadIdx.x % 8) + row % 8 * 128",
     ),
     "the limit of mixed tiles": ("kMostUniform = 8;", "kMostUniform = 7;"),
-    "exponents of one warp": ("w < kWarps; ++w)", "w < 1; ++w)"),
-    "exponents are read before they are written": ("__syncthreads();", ""),
+    "exponents of one warp": ("int w = 1; w < kWarps; ++w)", "int w = 1; w < 1; ++w)"),
+    "exponents are read before they are written": (
+        "__syncthreads(); Exponents found", "Exponents found",
+    ),
+    "counts are read before they are written": (
+        "__syncthreads(); int threads", "int threads",
+    ),
+    "columns are read before they are written": (
+        "__syncthreads(); if (threadIdx.x < kDim)", "if (threadIdx.x < kDim)",
+    ),
+    "exponents of columns are read before they are written": (
+        "power_of_two(-exponent);\n  }\n  __syncthreads();", "power_of_two(-exponent);\n  }",
+    ),
     "zeros have an exponent": ("is_mixed && most[g] == 0.0f ?", "false ?"),
     "zeros count": ("if (most[g] == 0.0f) {", "if (false) {"),
     "zeros of V do not count": ("is_v ? rows_left : 0", "0"),
     "zeros behind the end count": ("g * Rows::kStep < counting", "counting != 0"),
     "axes of other sizes": ("entry /= size;", "entry /= 2;"),
+    "small numbers are not looked for": (
+        "return threads >= min(kManySmall, count);", "return false;",
+    ),
+    "few small numbers count": ("kManySmall = 8;", "kManySmall = 4;"),
+    "rows behind the end have small numbers": ("min(kManySmall, count);", "kManySmall;"),
+    "low parts have no factor": ("has_columns ? kLowScale : 1.0f", "1.0f"),
+    "columns of other rows count": ("fmaxf(most, x * power_of_two(own[g]))", "fmaxf(most, x)"),
+    "columns of one warp": (
+        "for (int w = 0; w < kWarps; ++w) most", "for (int w = 0; w < 1; ++w) most",
+    ),
     "low parts of other numbers": ("pair[2].low, pair[3].low", "pair[3].low, pair[2].low"),
 }  # fmt: skip
 
@@ -268,6 +336,8 @@ def find(source):
         check(D64, k, v, (3, 2), source, seed)
     for power, is_mixed in ((8, False), (10, True)):
         check_limit(power, is_mixed, source)
+    for count in (1, 4, 6, 8, 300):
+        check_small_numbers(count, source)
 
 
 @pytest.mark.parametrize("bug", only(BUGS, "chunks are not exchanged", "exponents of one warp"))

@@ -58,7 +58,7 @@ class FwdFp32Sm90(split_kv.OfSplitTiles):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: Q, tiles of K and V in pairs, factors, barriers, the work."""
         tiles = self.stages + self.v_stages
-        pairs = 2 * self.parts * self.dim * self.tile_m + tiles * self.tile_bytes
+        pairs = 2 * self.parts * self.dim * self.tile_m + tiles * self.copied_bytes
         rest = 4 * (self.tile_m + self.stages) + 4  # a number for each tile of K, and a gap
         work = _WORK_BYTES + (BAND_BYTES if self.lengths else 0)
         return _round_up(pairs + rest // 8 * 8 + 16 * tiles + work)
@@ -82,6 +82,10 @@ def _round_up(count: int) -> int:
     return -(-count // _ATOM_BYTES) * _ATOM_BYTES
 
 
+#: Parts and dims of rows that spill 4 bytes, and 32 next to mixed tiles.
+_SPILLING = ((1, 128), (2, 256))
+
+
 def _rows() -> Iterator[FwdFp32Sm90]:
     # stages, v_stages and why, for each tile that split_kv has.
     rows = (
@@ -99,7 +103,7 @@ def _rows() -> Iterator[FwdFp32Sm90]:
                 source="attention/fwd_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=128,
                 tile_n=tile.tile_n, warps=12, stages=stages, v_stages=v_stages, parts=parts,
                 why=why, sparse=sparse,
-                hot_targets=() if (parts, dim) == (1, 128) else ("sm_90a",),  # that spills 4 bytes
+                hot_targets=("sm_90a",) if (parts, dim) not in _SPILLING else (),
             )  # fmt: skip
 
 

@@ -57,7 +57,12 @@ class OfSplitTiles(Variant):
 
     @property
     def tile_bytes(self) -> int:
-        """Size of a ``SplitTile``: parts, an exponent for each row, and what these are."""
+        """Size of a ``SplitTile``: what is copied, and a factor for each column of pairs."""
+        return self.copied_bytes + 4 * (self.dim if self.parts == 2 else 4)
+
+    @property
+    def copied_bytes(self) -> int:
+        """What blocks copy of it: parts, an exponent for each row, and what these are."""
         return 2 * self.parts * self.tile_n * self.dim + 4 * self.tile_n + 16
 
     @property
@@ -75,8 +80,8 @@ class SplitKv(OfSplitTiles):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: two exponents for each warp."""
-        return 8 * self.warps
+        """Dynamic shared memory: two exponents, a count, columns of each warp and of all."""
+        return 12 * self.warps + 4 * self.dim * (self.warps + 1)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
