@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fa_cupy import _linear_attention
-from fa_cupy.core import broadcasting, checks, dispatch, linear_problem
+from fa_cupy.core import backends, broadcasting, checks, dispatch, linear_problem
 from fa_cupy.core.arrays import Native
 from fa_cupy.core.linear_problem import Product
 from fa_cupy.distributed.communicator import Communicator, Facts, agree, over_ranks, require
@@ -83,11 +83,17 @@ def causal_product(
     """
     name = "causal_product"
     comm = require(name, comm)
-    native, _ = _agreed(name, comm, {"q": q, "k": k, "v": v}, reverse, return_state=return_state)
+    given = {"q": q, "k": k, "v": v}
+    native, problem = _agreed(name, comm, given, reverse, return_state=return_state)
     q, k, v = native.arrays
     with comm.guard(), native.context:
-        state = _linear_attention.prefix_state(k, v)
+        halves = None
+        if native.backend == "cupy" and not return_state:
+            halves = backends.gpu("distributed.states").forward(problem, q, k, v, bool(reverse))
+        state = _linear_attention.prefix_state(k, v) if halves is None else halves.state()
         (before,) = _states_before(comm, native, [(state, bool(reverse))], name)
+        if halves is not None:
+            return native.give_back(halves.finish(before))
         found = _linear_attention.causal_product(
             q, k, v, initial_state=before, reverse=reverse, return_state=return_state
         )
@@ -150,6 +156,16 @@ def causal_product_backward(
     native, problem = _agreed(name, comm, given, reverse)
     q, k, v, dout = native.arrays
     with comm.guard(), native.context:
+        halves = None
+        if native.backend == "cupy":
+            gpu = backends.gpu("distributed.states")
+            halves = gpu.backward(problem, dout, q, k, v, bool(reverse))
+        if halves is not None:
+            state, after = halves.states()
+            directions = [(state, bool(reverse)), (after, not reverse)]
+            found = halves.finish(*_states_before(comm, native, directions, name))
+            dq, dk, dv = (native.give_back(x) for x in found)
+            return dq, dk, dv
         state = _linear_attention.prefix_state(k, v)
         after = broadcasting.summed(_linear_attention.prefix_state(q, dout), problem.state_shape)
         states = [(state, bool(reverse)), (after, not reverse)]

@@ -1,0 +1,279 @@
+"""Causal products in two halves: the states of all rows, then outputs from a state before them.
+
+A product of few batch entries splits its rows into segments, and sums the state of each in a first
+pass over keys and values (`fa_cupy.gpu.kernels.products`). What ranks need of each other follows
+from these sums, so that no pass is made for it: the plan of the product is cut in two between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from fa_cupy.core import attention_problem
+from fa_cupy.core.linear_problem import Product, product_problem
+from fa_cupy.core.plan_cache import UNKNOWN, lookup, remember
+from fa_cupy.gpu import workspace
+from fa_cupy.gpu.arrays import fits, kernel_takes
+from fa_cupy.gpu.causal_product import job_of
+from fa_cupy.gpu.causal_product_backward import by_entry, describe, direct, summed_to
+from fa_cupy.gpu.kernels import products
+from fa_cupy.gpu.kernels.linear import params, sm90_params
+from fa_cupy.gpu.kernels.linear.choice import Choice
+from fa_cupy.gpu.kernels.linear.params import Job, Traits
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
+from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
+
+_UNROLLED = "#pragma unroll 8"
+
+# Sums of segments lie in the places 1 to `segments` of as many and one more for each batch entry.
+_total = cupy.ElementwiseKernel(
+    "raw T sums, int64 elements, int32 segments",
+    "T total",
+    f"""
+    const T* from = &sums[i / elements * (segments + 1) * elements + i % elements];
+    T sum = 0;
+    {_UNROLLED}
+    for (int s = 1; s <= segments; ++s) sum += from[s * elements];
+    total = sum;
+    """,
+    "fa_cupy_total_state",
+)
+
+# The state before each segment, from the state before all of them.
+_prefixes = cupy.ElementwiseKernel(
+    "T before, raw T sums, int64 elements, int32 segments",
+    "raw T prefixes",
+    f"""
+    const T* from = &sums[i / elements * (segments + 1) * elements + i % elements];
+    T* to = &prefixes[i / elements * segments * elements + i % elements];
+    T sum = before;
+    {_UNROLLED}
+    for (int s = 0; s < segments; ++s) {{
+        to[s * elements] = sum;
+        sum += from[(s + 1) * elements];
+    }}
+    """,
+    "fa_cupy_states_before",
+)
+
+
+class _Halves(NamedTuple):
+    """The two plans of some products, and the sizes of what lies between them.
+
+    Attributes
+    ----------
+    states, outputs : Plan
+    segments : int
+    shapes : tuple
+        Of each product, (batch entries, rows of a state, columns).
+    dtype : numpy.dtype
+        Of states.
+    """
+
+    states: Plan
+    outputs: Plan
+    segments: int
+    shapes: tuple[tuple[int, int, int], ...]
+    dtype: np.dtype[Any]
+
+
+def _halves(jobs: tuple[Job, ...]) -> _Halves | None:
+    """Return the plans of products whose rows are split into segments; None for others."""
+    device = runtime.getDevice()
+    key = "distributed products", device, jobs
+    found = lookup(key, UNKNOWN)
+    if found is UNKNOWN:
+        found = remember(key, _made(jobs, workspace.launcher(device)))
+    halves: _Halves | None = found
+    return halves
+
+
+def _made(jobs: tuple[Job, ...], launcher: Launcher) -> _Halves | None:
+    traits = [params.traits_of(job) for job in jobs]
+    mapped = all(map(sm90_params.takes, traits))
+    if len(jobs) > 1 and not mapped:
+        return None
+    problems = [job.problem for job in jobs]
+    choice = products.choice_of(problems, launcher, "auto", mapped)
+    if choice is None or choice.states is None:
+        return None
+    count, dtype = choice.segments, problems[0].state_dtype
+    shapes = tuple((math.prod(x.batch), x.qk_dim, x.v_dim) for x in problems)
+    plans: list[Plan] = []
+    # With one segment more, which has no rows, the states of all rows are summed.
+    for split, row in ((choice._replace(segments=count + 1), choice.states), (choice, choice.row)):
+        sizes = {
+            f"{i}.workspace": dtype.itemsize * split.segments * math.prod(shape)
+            for i, shape in enumerate(shapes)
+        }
+        names = [f"{i}.{name}" for i in range(len(jobs)) for name in products.ARRAYS]
+        steps = _steps(split, traits, row)
+        plans.append(Plan(steps, names, launcher, workspace_of(sizes)))
+    states, outputs = plans
+    return _Halves(states, outputs, count, shapes, dtype)
+
+
+def _steps(choice: Choice, traits: Sequence[Traits], row: Any) -> list[Step]:
+    """Return the launches of one row of some products."""
+    if isinstance(choice.row, ProductSm90Variant):
+        return [step for step in products.steps_sm90(choice, traits) if step.variant is row]
+    problem = traits[0].job.problem
+    launches = [x for x in choice.launches(problem.qk_dim, problem.v_dim) if x[0] is row]
+    return list(products.steps_alone(choice, launches, traits[0], 0, "0.workspace"))
+
+
+class _Split:
+    """Some products whose first half has run."""
+
+    def __init__(self, halves: _Halves, places: Sequence[int]) -> None:
+        self._halves, self._places = halves, tuple(places)
+        count = halves.segments
+        sizes = [(count + 1) * math.prod(shape) for shape in halves.shapes]
+        memory = self._memory(halves.states)
+        self._of_job = self._parts(halves.states, memory, sizes)
+        if not halves.states.run(self._places, memory.data.ptr):
+            raise AssertionError("addresses are multiples of 16, which all maps can have")
+
+    def total(self, job: int) -> Any:
+        """Return the state of all rows, (batch entries, rows, columns)."""
+        shape = self._halves.shapes[job]
+        found = cupy.empty(shape, self._halves.dtype)
+        if found.size:
+            _total(self._of_job[job], shape[1] * shape[2], self._halves.segments, found)
+        return found
+
+    def finish(self, before: Sequence[Any]) -> None:
+        """Run the second half from the states before all rows, dense as those of `total`."""
+        halves = self._halves
+        sizes = [halves.segments * math.prod(shape) for shape in halves.shapes]
+        memory = self._memory(halves.outputs)
+        targets = self._parts(halves.outputs, memory, sizes)
+        for shape, sums, first, to in zip(
+            halves.shapes, self._of_job, before, targets, strict=True
+        ):
+            given = cupy.zeros(shape, halves.dtype) if first is None else first
+            elements = shape[1] * shape[2]
+            _prefixes(given.reshape(-1), sums, elements, halves.segments, to, size=given.size)
+        if not halves.outputs.run(self._places, memory.data.ptr):
+            raise AssertionError("addresses are multiples of 16, which all maps can have")
+
+    def _memory(self, plan: Plan) -> Any:
+        return cupy.empty(plan.workspace_bytes // self._halves.dtype.itemsize, self._halves.dtype)
+
+    def _parts(self, plan: Plan, memory: Any, sizes: Sequence[int]) -> list[Any]:
+        """Return the states of each product in the workspace of a plan."""
+        item = self._halves.dtype.itemsize
+        return [
+            memory[place // item : place // item + size]
+            for place, size in zip(plan.places, sizes, strict=True)
+        ]
+
+
+class Forward:
+    """A causal product whose own states are known; see `forward`."""
+
+    def __init__(self, problem: Product, split: _Split, out: Any) -> None:
+        self._problem, self._split, self._out = problem, split, out
+
+    def state(self) -> Any:
+        """Return the state of all rows, of shape ``problem.state_shape``."""
+        return _once(self._problem, self._split.total(0))
+
+    def finish(self, before: Any) -> Any:
+        """Return the output, from the state before all rows or None."""
+        self._split.finish([_each(self._problem, before)])
+        return self._out
+
+
+def forward(problem: Product, q: Any, k: Any, v: Any, reverse: bool) -> Forward | None:
+    """Sum the states of a product's rows; None where its plan has no pass for that."""
+    views = problem.q, problem.k, problem.v
+    if not all(x is not None and kernel_takes(x, problem.dtype) for x in views):
+        return None
+    if 0 in (*problem.out_shape, problem.qk_dim):
+        return None
+    out = workspace.empty(problem.out_shape, problem.dtype, q)
+    if not fits(out, problem.dtype):
+        return None
+    halves = _halves((job_of(problem, out, None, reverse),))
+    places = [x.data.ptr for x in (q, k, v, out)]
+    if halves is None or any(place % 16 for place in places):
+        return None
+    return Forward(problem, _Split(halves, [*places, 0, 0]), out)
+
+
+class Backward:
+    """Gradients of a causal product whose own states are known; see `backward`."""
+
+    def __init__(self, problem: Product, split: _Split, terms: Any, arrays: Any) -> None:
+        self._problem, self._split, self._terms, self._arrays = problem, split, terms, arrays
+
+    def states(self) -> tuple[Any, Any]:
+        """Return the state of all rows and its gradient, of shape ``problem.state_shape``."""
+        problem = self._problem
+        state = _once(problem, self._split.total(0).swapaxes(-1, -2))
+        after = self._split.total(2).reshape(*problem.batch, problem.qk_dim, problem.v_dim)
+        axes = tuple(
+            i for i, shared in enumerate(problem.shared) if shared and problem.batch[i] > 1
+        )
+        after = after.sum(axis=axes, keepdims=True) if axes else after
+        return state, after.reshape(problem.state_shape)
+
+    def finish(self, before: Any, after: Any) -> tuple[Any, Any, Any]:
+        """Return dq, dk and dv, from the state before all rows and the gradient of that after."""
+        problem = self._problem
+        first = _each(problem, before)
+        if after is not None:
+            array, view = by_entry(problem, after)
+            assert view is not None
+            after = attention_problem.view(cupy, array, view)
+            after = cupy.ascontiguousarray(after).reshape(-1, problem.qk_dim, problem.v_dim)
+        turned = [
+            x if x is None else cupy.ascontiguousarray(x.swapaxes(-1, -2)) for x in (first, after)
+        ]
+        self._split.finish([*turned, after])
+        dq, dk, dv = (
+            summed_to(term.out, x, problem.state_dtype)
+            for term, x in zip(self._terms, self._arrays, strict=True)
+        )
+        return dq, dk, dv
+
+
+def backward(problem: Product, dout: Any, q: Any, k: Any, v: Any, reverse: bool) -> Backward | None:
+    """Sum the states that the gradients of a product need; None where no plan has that pass."""
+    if 0 in (*problem.out_shape, problem.qk_dim, problem.k_len):
+        return None
+    # The problem without states: kernels of the second half read them in the workspace.
+    plain = product_problem("causal_product_backward", q, k, v)
+    terms = describe(plain, dout, q, k, v, None, None, reverse=reverse)
+    if not all(map(direct, terms)):
+        return None
+    halves = _halves(tuple(job_of(x.problem, x.out, None, x.reverse) for x in terms))
+    places = [
+        0 if x is None else x.data.ptr for term in terms for x in (term.q, term.k, term.v, term.out)
+    ]
+    if halves is None or any(place % 16 for place in places):
+        return None
+    pointers = [x for i in range(0, 12, 4) for x in (*places[i : i + 4], 0, 0)]
+    return Backward(plain, _Split(halves, pointers), terms, (q, k, v))
+
+
+def _once(problem: Product, found: Any) -> Any:
+    """Return states of batch entries, the same along shared axes, in the shape of the user's."""
+    found = found.reshape(*problem.batch, *found.shape[-2:])
+    index = tuple(0 if shared else slice(None) for shared in problem.shared)
+    return cupy.ascontiguousarray(found[index]).reshape(problem.state_shape)
+
+
+def _each(problem: Product, state: Any) -> Any:
+    """Return a state of the user's shape for each batch entry, dense."""
+    if state is None:
+        return None
+    view = attention_problem.view(cupy, state, problem.state_view(state))
+    return cupy.ascontiguousarray(view).reshape(-1, *view.shape[-2:])
