@@ -48,8 +48,9 @@ def attention(
     v : array, shape (..., Lk, Dv)
         The values of this rank. Batch axes and heads are as in `fa_cupy.attention`.
     bias : array, broadcastable to (..., Lq, all keys), optional
-        Added to the scores: the rows of this rank's queries, or one row for all of them that is the
-        same on all ranks. Columns are the keys of all ranks, in the order of their positions.
+        Added to the scores: the rows of this rank's queries, or, if all ranks have one row, one for
+        all queries that is the same on all ranks. Columns are the keys of all ranks, in the order
+        of their positions.
     mask : array of bool, broadcastable to (..., Lq, all keys), or BitMask, optional
         True where a query may attend to a key; rows and columns as those of `bias`.
     comm : Communicator

@@ -35,7 +35,7 @@ class Blocks:
             for _ in range(turns)
         ]
         self._sent: dict[tuple[int, int], list[Any]] = {}
-        self._coming: tuple[Transfer, list[Any]] | None = None
+        self._coming: tuple[Transfer | None, list[Any]] | None = None
         self._started = self._received = 0
 
     def start(self) -> None:
@@ -57,18 +57,22 @@ class Blocks:
                 shape = self._shape(x, hop.received[1] - hop.received[0])
                 found.append(flat[: math.prod(shape)].reshape(shape))
             receives = [(source, x) for x in found]
-        place = f"{self._call.name}: keys at distance {hop.distance}"
-        self._coming = comm.start(sends, receives, place), found
+        transfer = None
+        if sends or receives:
+            place = f"{self._call.name}: keys at distance {hop.distance}"
+            transfer = comm.start(sends, receives, place)
+        self._coming = transfer, found
 
     def next(self) -> list[Any]:
         """Return the keys and values of the next hop, and start the transfer of the one after it.
 
         The list is empty where none are received.
         """
-        assert self._coming is not None
+        assert self._coming is not None, "a transfer was started"
         transfer, found = self._coming
         self.start()
-        transfer.wait()
+        if transfer is not None:
+            transfer.wait()
         return found
 
     def _part(self, rows: tuple[int, int]) -> list[Any]:

@@ -79,7 +79,10 @@ def own_pieces(places: Places, rank: int) -> tuple[Piece, ...]:
 
 @functools.lru_cache(maxsize=256)
 def hops(places: Places, rank: int) -> tuple[Hop, ...]:
-    """Return the hops at which a rank receives or sends keys, by distance."""
+    """Return the hops of a rank by distance, also where it neither receives nor sends keys.
+
+    All ranks have the same ones: so what two ranks send each other comes in one order.
+    """
     size, found = len(places.queries), []
 
     def between(queries: int, keys: int) -> list[Piece]:
@@ -89,9 +92,7 @@ def hops(places: Places, rank: int) -> tuple[Hop, ...]:
     for distance in range(1, size):
         received = tuple(between(rank, rank - distance))
         sent = between(rank + distance, rank)
-        if received or sent:
-            spans = of_pieces.span(received), of_pieces.span(sent)
-            found.append(Hop(distance, received, *spans))
+        found.append(Hop(distance, received, of_pieces.span(received), of_pieces.span(sent)))
     return tuple(found)
 
 
@@ -357,5 +358,4 @@ def _is_shared(ranks: Sequence[Mapping[str, Any]], arg: str) -> bool:
     """Whether an argument has no axis of queries, so that all ranks have the same."""
     if arg not in ranks[0]:
         return False
-    rows = [own[arg][0] for own in ranks]
-    return set(rows) == {1} and rows != [own["q"][0] for own in ranks]
+    return {own[arg][0] for own in ranks} == {1}

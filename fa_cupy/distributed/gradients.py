@@ -226,11 +226,14 @@ class _Return:
             reader = (comm.rank + hop.distance) % comm.size
             receives = [(reader, x) for x in self._found.values()]
         place = f"{call.name}: gradients at distance {hop.distance}"
-        self._transfer: Transfer = comm.start(sends, receives, place)
+        self._transfer: Transfer | None = None
+        if sends or receives:
+            self._transfer = comm.start(sends, receives, place)
 
     def add_to(self, sums: dict[str, _Sum]) -> None:
         """Add what has come to the gradients of this rank's keys and values."""
-        self._transfer.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
         for arg, x in self._found.items():
             assert self._hop.sent is not None
             sums[arg].add(x, (..., slice(*self._hop.sent), slice(None)))

@@ -106,7 +106,7 @@ def _visible(piece: Piece, band: Band) -> int:
     def below(bound: int) -> int:
         """Count pairs with ``j <= i + bound``, of rows and columns from 0 on."""
         rows, columns = q1 - q0, k1 - k0
-        first = max(0, -bound)  # the first row that has any
+        first = min(rows, max(0, -bound))  # the first row that has any
         last = min(rows, max(first, columns - bound))  # the first row that has all
         some = last - first
         return some * (bound + 1) + (first + last - 1) * some // 2 + (rows - last) * columns

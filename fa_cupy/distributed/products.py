@@ -244,12 +244,11 @@ def linear_attention(
             _, found["state"] = _linear_attention.linear_attention(
                 own_q[..., :0, :], own_k, own_v, is_causal=False, return_state=True, **options
             )
-        found["native"] = native
         named = feature_map if isinstance(feature_map, str) else "a callable"
         return Facts({**facts, "feature_map": named, "eps": eps, "is_causal": causal}, None)
 
     agree(comm, name, describe)
-    native, state = found["native"], found["state"]
+    native, state = dispatch.to_native(name, q=q, k=k, v=v), found["state"]
     q, k, v = native.arrays
     with comm.guard(), native.context:
         if is_causal:

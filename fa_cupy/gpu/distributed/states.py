@@ -47,12 +47,12 @@ _total = cupy.ElementwiseKernel(
 
 # The state before each segment, from the state before all of them.
 _prefixes = cupy.ElementwiseKernel(
-    "T before, raw T sums, int64 elements, int32 segments",
+    "raw T before, raw T sums, int64 elements, int32 segments",
     "raw T prefixes",
     f"""
     const T* from = &sums[i / elements * (segments + 1) * elements + i % elements];
     T* to = &prefixes[i / elements * segments * elements + i % elements];
-    T sum = before;
+    T sum = before[i];
     {_UNROLLED}
     for (int s = 0; s < segments; ++s) {{
         to[s * elements] = sum;
@@ -159,7 +159,7 @@ class _Split:
         ):
             given = cupy.zeros(shape, halves.dtype) if first is None else first
             elements = shape[1] * shape[2]
-            _prefixes(given.reshape(-1), sums, elements, halves.segments, to, size=given.size)
+            _prefixes(given, sums, elements, halves.segments, to, size=given.size)
         if not halves.outputs.run(self._places, memory.data.ptr):
             raise AssertionError("addresses are multiples of 16, which all maps can have")
 
