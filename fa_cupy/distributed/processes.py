@@ -17,7 +17,7 @@ _MPI, _NCCL = "MpiCommunicator", "NcclCommunicator"
 _ARRAYS, _FAILURE = 1, 2  # tags
 _SLOT = 1024  # bytes of a record that need one exchange only
 _LARGEST = 2**30  # bytes of a message
-_SPINS = 200  # looks without a pause, before others get the processor
+_SPINS = 50  # looks without a pause, before others get the processor
 
 
 class MpiCommunicator(Communicator):
@@ -137,7 +137,7 @@ class MpiCommunicator(Communicator):
                 self._failed = f"rank {self.rank} has waited in vain in {place}"
                 raise overdue(place, self.rank, self.timeout)
             looks += 1
-            time.sleep(0 if looks < _SPINS else 5e-5)
+            time.sleep(0 if looks < _SPINS else 1e-4)
 
     def _look_for_failures(self, place: str, requests: list[Any], buffers: Any) -> None:
         status = self._mpi.Status()

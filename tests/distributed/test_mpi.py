@@ -37,14 +37,14 @@ def mpirun(count, program, *arguments):
 
 def test_two_three_and_four_processes():
     """All in one start, which takes longer than the cases."""
-    examples = max(8, hypothesis.settings.default.max_examples // 5)
+    examples = hypothesis.settings.default.max_examples // 10
     done, _ = mpirun(4, "cases", examples)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(4):
         assert f"rank {rank}: all are right" in done.stdout
 
 
-def test_errors_of_a_process_reach_the_others():
+def test_errors_and_the_death_of_a_process_reach_the_others():
     done, seconds = mpirun(2, "errors")
     lines = sorted(done.stdout.splitlines())
     text = "attention: k has head_dim 15, q has 16"
@@ -57,17 +57,11 @@ def test_errors_of_a_process_reach_the_others():
         "rank 0: TimeoutError: attention: rank 0 has waited 0.5 s for other ranks, which may have "
         "ended or be in another function (the argument `timeout` of the communicator sets this "
         "time)",
+        "rank 0: computed once",
         f"rank 1: MemoryError: {late}",
         f"rank 1: ValueError: {text}",
+        "rank 1: computed once",
     ]
     assert lines == wanted, done.stderr
-    assert seconds < SECONDS / 4
-
-
-def test_a_process_that_dies_ends_the_others():
-    """By ``mpirun``, which says so; the others do not compute on, and do not hang."""
-    done, seconds = mpirun(2, "death")
-    assert done.returncode != 0
-    assert sorted(done.stdout.splitlines())[:2] == [f"rank {r}: computed once" for r in (0, 1)]
-    assert "computed twice" not in done.stdout
+    assert done.returncode != 0  # mpirun's, which has seen rank 1 die, and has ended rank 0
     assert seconds < SECONDS / 4
