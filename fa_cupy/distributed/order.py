@@ -117,9 +117,9 @@ def split(x: Any, comm: Communicator, *, order: str = "contiguous", axis: int = 
         Its `rank` and `size` say which part.
     order : {"contiguous", "zigzag"}
         "contiguous": rank r has the rows after those of rank ``r - 1``. "zigzag": the sequence is
-        cut into ``2 * size`` chunks, of which rank r has chunk r and chunk ``2 * size - 1 - r``, so
-        that all ranks have the same work where attention is causal. Chunks differ by one row at
-        most, the first ones are the longer ones.
+        cut into ``2 * size`` chunks, and rank r has chunk r and chunk ``2 * size - 1 - r``, so that
+        all ranks have the same work where attention is causal. Chunks differ by one row at most,
+        the first ones are the longer ones.
     axis : int
         The axis of the sequence.
 

@@ -269,7 +269,7 @@ def _gpus() -> int:
 def _work(rank: int, device: int | None, jobs: Any, done: Any) -> None:
     """Run the functions of a rank, one after the other."""
     if device is not None:
-        backends.gpu("distributed.peers").settle(device)
+        backends.gpu("distributed.peers").use(device)
     while (job := jobs.get()) is not None:
         function, comm, args = job
         result, error = None, None

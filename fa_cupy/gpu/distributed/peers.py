@@ -25,7 +25,7 @@ def count() -> int:
         return 0
 
 
-def settle(device: int) -> None:
+def use(device: int) -> None:
     """Make a device, and a new stream, the current ones of this thread, from now on."""
     cupy.cuda.Device(device).use()
     _here.stream = Stream(non_blocking=True)
