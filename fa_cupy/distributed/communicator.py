@@ -113,7 +113,12 @@ def require(name: str, comm: Any) -> Communicator:
     return comm
 
 
-def agree(comm: Communicator, name: str, describe: Callable[[], Facts]) -> list[Any]:
+def record_of(name: str, facts: Facts) -> bytes:
+    """Return what a rank tells the others of its call."""
+    return pickle.dumps((name, None, *facts))
+
+
+def agree(comm: Communicator, name: str, describe: Callable[[], Facts | bytes]) -> list[Any]:
     """Return `Facts.own` of all ranks, after all of them have seen that their calls match.
 
     An error of `describe` on one rank is raised on all: there as it is, elsewhere as a `RankError`.
@@ -125,19 +130,21 @@ def agree(comm: Communicator, name: str, describe: Callable[[], Facts]) -> list[
     name : str
         The public function that errors speak of.
     describe : callable
-        Checks the arguments of this rank and returns its `Facts`.
+        Checks the arguments of this rank and returns its `Facts`, or `record_of` them.
     """
     error: Exception | None = None
-    facts = Facts({}, None)
     try:
         facts = describe()
+        record = facts if isinstance(facts, bytes) else record_of(name, facts)
     except Exception as e:
         error = e
-    failed = None if error is None else f"{type(error).__name__}: {error}"
-    records = comm.gather(pickle.dumps((name, failed, *facts)), name)
+        record = pickle.dumps((name, f"{type(error).__name__}: {error}", {}, None))
+    records = comm.gather(record, name)
     if error is not None:
         raise error
-    found = [pickle.loads(record) for record in records]
+    if all(other == record for other in records):
+        return [pickle.loads(record)[3]] * comm.size
+    found = [pickle.loads(other) for other in records]
     for rank, (other, text, _, _) in enumerate(found):
         if other != name:
             raise RankError(f"{name}: rank {rank} is in {other}, rank {comm.rank} in {name}")

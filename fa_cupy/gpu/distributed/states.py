@@ -15,11 +15,11 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from fa_cupy.core import attention_problem
-from fa_cupy.core.linear_problem import Product, product_problem
+from fa_cupy.core import arrays, attention_problem
+from fa_cupy.core.linear_problem import Product
 from fa_cupy.core.plan_cache import UNKNOWN, lookup, remember
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import fits, kernel_takes
+from fa_cupy.gpu.arrays import fits_strides, kernel_takes
 from fa_cupy.gpu.causal_product import job_of
 from fa_cupy.gpu.causal_product_backward import by_entry, describe, direct, summed_to
 from fa_cupy.gpu.kernels import products
@@ -178,6 +178,8 @@ class _Split:
 class Forward:
     """A causal product whose own states are known; see `forward`."""
 
+    xp: Any = cupy
+
     def __init__(self, problem: Product, split: _Split, out: Any) -> None:
         self._problem, self._split, self._out = problem, split, out
 
@@ -191,25 +193,41 @@ class Forward:
         return self._out
 
 
-def forward(problem: Product, q: Any, k: Any, v: Any, reverse: bool) -> Forward | None:
-    """Sum the states of a product's rows; None where its plan has no pass for that."""
+def forward(
+    problem: Product, q: Any, k: Any, v: Any, reverse: bool, record: bytes
+) -> Forward | None:
+    """Sum the states of a product's rows; None where its plan has no pass for that.
+
+    `record` is what the rank tells others of this call, and of later ones that look like it.
+    """
     views = problem.q, problem.k, problem.v
     if not all(x is not None and kernel_takes(x, problem.dtype) for x in views):
         return None
     if 0 in (*problem.out_shape, problem.qk_dim):
         return None
-    out = workspace.empty(problem.out_shape, problem.dtype, q)
-    if not fits(out, problem.dtype):
+
+    order = arrays.memory_order(problem.out_shape, q)
+    like = arrays.Laid.dense(problem.out_shape, problem.dtype, order)
+    if not fits_strides(problem.out_shape, like.strides, problem.dtype):
         return None
-    halves = _halves((job_of(problem, out, None, reverse),))
-    places = [x.data.ptr for x in (q, k, v, out)]
-    if halves is None or any(place % 16 for place in places):
+    halves = _halves((job_of(problem, like, None, reverse),))
+    if halves is None or not _aligned(q, k, v):
         return None
-    return Forward(problem, _Split(halves, [*places, 0, 0]), out)
+    both = halves
+
+    def begin(q: Any, k: Any, v: Any) -> Forward:
+        out = workspace.empty(problem.out_shape, problem.dtype, q)
+        places = [x.data.ptr for x in (q, k, v, out)]
+        return Forward(problem, _Split(both, [*places, 0, 0]), out)
+
+    remember(_key("causal_product", (q, k, v), reverse), (begin, record))
+    return begin(q, k, v)
 
 
 class Backward:
     """Gradients of a causal product whose own states are known; see `backward`."""
+
+    xp: Any = cupy
 
     def __init__(self, problem: Product, split: _Split, terms: Any, arrays: Any) -> None:
         self._problem, self._split, self._terms, self._arrays = problem, split, terms, arrays
@@ -218,11 +236,11 @@ class Backward:
         """Return the state of all rows and its gradient, of shape ``problem.state_shape``."""
         problem = self._problem
         state = _once(problem, self._split.total(0).swapaxes(-1, -2))
-        after = self._split.total(2).reshape(*problem.batch, problem.qk_dim, problem.v_dim)
-        axes = tuple(
-            i for i, shared in enumerate(problem.shared) if shared and problem.batch[i] > 1
-        )
-        after = after.sum(axis=axes, keepdims=True) if axes else after
+        after = self._split.total(2)
+        axes = [i for i, shared in enumerate(problem.shared) if shared and problem.batch[i] > 1]
+        if axes:
+            after = after.reshape(*problem.batch, problem.qk_dim, problem.v_dim)
+            after = after.sum(axis=tuple(axes))
         return state, after.reshape(problem.state_shape)
 
     def finish(self, before: Any, after: Any) -> tuple[Any, Any, Any]:
@@ -245,23 +263,55 @@ class Backward:
         return dq, dk, dv
 
 
-def backward(problem: Product, dout: Any, q: Any, k: Any, v: Any, reverse: bool) -> Backward | None:
-    """Sum the states that the gradients of a product need; None where no plan has that pass."""
+def backward(
+    problem: Product, dout: Any, q: Any, k: Any, v: Any, reverse: bool, record: bytes
+) -> Backward | None:
+    """Sum the states that the gradients of a product need; None where no plan has that pass.
+
+    `record` is as in `forward`.
+    """
     if 0 in (*problem.out_shape, problem.qk_dim, problem.k_len):
         return None
-    # The problem without states: kernels of the second half read them in the workspace.
-    plain = product_problem("causal_product_backward", q, k, v)
-    terms = describe(plain, dout, q, k, v, None, None, reverse=reverse)
-    if not all(map(direct, terms)):
+    terms = describe(problem, dout, q, k, v, None, None, reverse=reverse)
+    if not all(map(direct, terms)) or not _aligned(dout, q, k, v):
         return None
     halves = _halves(tuple(job_of(x.problem, x.out, None, x.reverse) for x in terms))
-    places = [
-        0 if x is None else x.data.ptr for term in terms for x in (term.q, term.k, term.v, term.out)
-    ]
-    if halves is None or any(place % 16 for place in places):
+    if halves is None:
         return None
-    pointers = [x for i in range(0, 12, 4) for x in (*places[i : i + 4], 0, 0)]
-    return Backward(plain, _Split(halves, pointers), terms, (q, k, v))
+
+    def run(terms: Any, q: Any, k: Any, v: Any) -> Backward:
+        places = [[x.data.ptr for x in (term.q, term.k, term.v, term.out)] for term in terms]
+        pointers = [x for place in places for x in (*place, 0, 0)]
+        return Backward(problem, _Split(halves, pointers), terms, (q, k, v))
+
+    def begin(dout: Any, q: Any, k: Any, v: Any) -> Backward:
+        terms = describe(problem, dout, q, k, v, None, None, reverse=reverse)
+        return run(terms, q, k, v)
+
+    remember(_key("causal_product_backward", (dout, q, k, v), reverse), (begin, record))
+    return run(terms, q, k, v)
+
+
+def repeated(name: str, given: Sequence[Any], reverse: bool) -> Any:
+    """Return what begins a call that looks like one before; None for others.
+
+    It returns what `forward` or `backward` do, and the record of the call.
+    """
+    known = lookup(_key(name, given, reverse))
+    if known is None or not _aligned(*given):
+        return None
+    begin, record = known
+    return lambda: (begin(*given), record)
+
+
+def _key(name: str, given: Sequence[Any], reverse: bool) -> Any:
+    facts = tuple([(x.data.device_id, x.shape, x.strides, x.dtype) for x in given])
+    return f"distributed {name}", runtime.getDevice(), facts, reverse
+
+
+def _aligned(*given: Any) -> bool:
+    """Whether tensor maps can be made for these arrays."""
+    return not any(x.data.ptr % 16 for x in given)
 
 
 def _once(problem: Product, found: Any) -> Any:
@@ -275,5 +325,7 @@ def _each(problem: Product, state: Any) -> Any:
     """Return a state of the user's shape for each batch entry, dense."""
     if state is None:
         return None
+    if not any(problem.shared):
+        return state.reshape(-1, *state.shape[-2:])
     view = attention_problem.view(cupy, state, problem.state_view(state))
     return cupy.ascontiguousarray(view).reshape(-1, *view.shape[-2:])
