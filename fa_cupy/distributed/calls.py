@@ -271,6 +271,12 @@ def prepare(
 _SHARED = ("bias", "mask", "sinks", "dlse")
 
 
+def _refuse_capture(name: str, native: Native) -> None:
+    """Raise if the current stream is being captured: a graph has no hosts that agree."""
+    if native.backend == "cupy":
+        backends.gpu("workspace").refuse(name, "ranks compare their arguments on the host")
+
+
 def _native(name: str, given: Mapping[str, Any]) -> tuple[Native, dict[str, Any]]:
     """Return arguments as native arrays; a BitMask stays as it is."""
     for arg in ("bias", "mask"):
@@ -282,6 +288,7 @@ def _native(name: str, given: Mapping[str, Any]) -> tuple[Native, dict[str, Any]
         if arg in others and others[arg] is None:
             raise TypeError(f"{name}: {arg} is None, want an array")
     native = core_arrays.to_native(name, writes=None, **others)
+    _refuse_capture(name, native)
     arrays = dict(zip(others, native.arrays, strict=True))
     if kept is not None:
         arrays["mask"] = kept

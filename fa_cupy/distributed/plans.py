@@ -121,8 +121,14 @@ class Work(NamedTuple):
         return 2.0 * self.heads * (3 * qk + 2 * v if self.gradients else qk + v)
 
     def ring(self, machine: Machine) -> tuple[float, int]:
-        """Return the seconds of the slowest rank, and the bytes that a rank receives at most."""
-        found = [self._ring_of(rank, machine) for rank in range(self.size)]
+        """Return the seconds of the slowest rank, and the bytes that a rank receives at most.
+
+        Of many ranks those are looked at that can be the slowest: the ones at both ends and in the
+        middle, and the one with most queries.
+        """
+        rows = [sum(part.rows for part in parts) for parts in self.queries]
+        some = {0, 1, self.size // 2, self.size - 1, rows.index(max(rows))}
+        found = [self._ring_of(rank, machine) for rank in sorted(some) if rank < self.size]
         return max(seconds for seconds, _ in found), max(count for _, count in found)
 
     def _ring_of(self, rank: int, machine: Machine) -> tuple[float, int]:

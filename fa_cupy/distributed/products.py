@@ -346,6 +346,8 @@ def _described(
 ) -> tuple[Native, dict[str, Any], Product]:
     """Return native arrays, what all ranks have to have in common, and the problem of this rank."""
     native = dispatch.to_native(name, **given)
+    if native.backend == "cupy":
+        backends.gpu("workspace").refuse(name, "ranks compare their arguments on the host")
     problem = linear_problem.product_problem(name, *native.arrays[:3], aligned=aligned)
     shapes = {
         f"the shape of {arg} but its length": (*x.shape[:-2], x.shape[-1])
