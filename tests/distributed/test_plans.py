@@ -112,7 +112,7 @@ def test_calls_take_the_way_of_the_model(monkeypatch):
     with distributed.local(2, devices=[]) as ranks:
         for machine in (
             plans.CPU._replace(link=1e3),
-            plans.CPU._replace(link=1e20, latency=0.0, call=0.0),
+            FAST_LINKS,
         ):
             monkeypatch.setattr(plans, "CPU", machine)
             plans._way.cache_clear()
