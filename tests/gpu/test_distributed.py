@@ -233,3 +233,40 @@ def test_nccl_moves_arrays_of_processes(pair, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is right") == 2
+
+
+ALONE = """
+import time
+import cupy as cp
+from fa_cupy import distributed
+
+def part(comm):
+    nccl = distributed.NcclCommunicator(comm)
+    x, y = cp.zeros((2, 1 << 20), cp.uint8)
+    other = 1 - comm.rank
+    nccl.start([(other, x)], [(other, y)], "a first ring").wait()
+    cp.cuda.get_current_stream().synchronize()
+    if comm.rank == 0:
+        nccl.start([(1, x)], [(1, y)], "a ring").wait()
+        begin = time.monotonic()
+        cp.cuda.get_current_stream().synchronize()
+        print("went on" if time.monotonic() - begin > 1 else "did not wait", flush=True)
+        try:
+            nccl.start([(1, x)], [(1, y)], "another")
+        except distributed.RankError as error:
+            print(error, flush=True)
+    comm.gather(b"", "the end")
+
+distributed.local(devices=(0, 1), timeout=3)(part)
+"""
+
+
+def test_nccl_ends_a_transfer_that_the_other_rank_does_not_take(pair):
+    """In a process of its own, which is not waited for without a limit."""
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=40, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:1] == ["went on"], done.stdout + done.stderr
+    assert "because a transfer of a ring was not done after 3 s" in lines[1]

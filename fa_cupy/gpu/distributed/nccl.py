@@ -44,8 +44,7 @@ class Channel:
         self._stream = Stream(non_blocking=True)
         self._timeout = host.timeout
         self._failed = ""
-        self._lock = threading.Lock()
-        self._running: deque[tuple[Any, float, str]] = deque()
+        self._running: deque[_Running] = deque()
         watch = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
         watch.start()
 
@@ -56,7 +55,9 @@ class Channel:
         self.check(place)
         self._stream.wait_event(record(get_current_stream()))
         kind, stream = self._nccl.NCCL_UINT8, self._stream.ptr
-        with self._lock:
+        running = _Running(time.monotonic() + self._timeout, place)
+        self._running.append(running)
+        try:
             self._nccl.groupStart()
             try:
                 for post, pairs in ((self._comm.send, sends), (self._comm.recv, receives)):
@@ -64,10 +65,12 @@ class Channel:
                         if array.nbytes:
                             post(array.data.ptr, array.nbytes, kind, other, stream)
             finally:
-                self._nccl.groupEnd()
-        done = record(self._stream)
-        self._running.append((done, time.monotonic() + self._timeout, place))
-        return NcclCopies(done, (sends, receives))
+                self._nccl.groupEnd()  # which waits for ranks that it meets for the first time
+        except Exception:
+            self.check(place)  # this thread says more of the reason
+            raise
+        running.done = record(self._stream)
+        return NcclCopies(running.done, (sends, receives))
 
     def check(self, place: str) -> None:
         """Raise if the communicator was aborted."""
@@ -76,25 +79,32 @@ class Channel:
 
     def abort(self, why: str) -> None:
         """End what is on its way, and refuse what follows."""
-        with self._lock:
-            if not self._failed:
-                self._failed = why
-                self._comm.abort()
+        if not self._failed:
+            self._failed = why
+            self._comm.abort()
 
     def look(self) -> None:
         """Abort where NCCL reports an error, or where something has taken too long."""
-        while self._running and self._running[0][0].done:
+        while self._running and self._running[0].done is not None and self._running[0].done.done:
             self._running.popleft()
         if not self._running or self._failed:
             return
-        _, deadline, place = self._running[0]
-        try:
-            with self._lock:
+        first = self._running[0]
+        if time.monotonic() > first.deadline:
+            self.abort(f"a transfer of {first.place} was not done after {self._timeout:g} s")
+        elif first.done is not None:
+            try:
                 self._comm.check_async_error()
-        except Exception as error:
-            self.abort(f"NCCL has reported {error} in {place}")
-        if time.monotonic() > deadline:
-            self.abort(f"a transfer of {place} was not done after {self._timeout:g} s")
+            except Exception as error:
+                self.abort(f"NCCL has reported {error} in {first.place}")
+
+
+class _Running:
+    """A transfer that may not have ended; `done` is its event, once it is queued."""
+
+    def __init__(self, deadline: float, place: str) -> None:
+        self.deadline, self.place = deadline, place
+        self.done: Any = None
 
 
 def _watch(channel: weakref.ref[Channel]) -> None:
