@@ -255,7 +255,8 @@ def part(comm):
             nccl.start([(1, x)], [(1, y)], "another")
         except distributed.RankError as error:
             print(error, flush=True)
-    comm.gather(b"", "the end")
+    else:
+        time.sleep(6)
 
 distributed.local(devices=(0, 1), timeout=3)(part)
 """
