@@ -148,14 +148,16 @@ class Local:
         """Call ``function(comm, *args)`` on all ranks, and return the results by rank.
 
         If ranks raise, the error of the first one that did not only wait for another is raised
-        here. On GPUs, all that the ranks have queued has run.
+        here. On GPUs, ranks begin after what the current streams of the caller have queued, and all
+        that the ranks have queued has run.
         """
         if self._closed:
             raise RuntimeError(f"{_NAME}: the ranks are closed, want local(...) again")
         hub = _Hub(self.size)
+        ready = backends.gpu("distributed.peers").queued(self.devices) if self.devices else ()
         for rank, jobs in enumerate(self._jobs):
             comm = ThreadCommunicator(hub, rank, self.size, self._timeout)
-            jobs.put((function, comm, args))
+            jobs.put((function, comm, args, ready))
         found: dict[int, tuple[Any, BaseException | None]] = {}
         while len(found) < self.size:
             rank, result, error = self._done.get()
@@ -271,9 +273,11 @@ def _work(rank: int, device: int | None, jobs: Any, done: Any) -> None:
     if device is not None:
         backends.gpu("distributed.peers").use(device)
     while (job := jobs.get()) is not None:
-        function, comm, args = job
+        function, comm, args, ready = job
         result, error = None, None
         try:
+            if ready:
+                backends.gpu("distributed.peers").wait_for(ready)
             result = function(comm, *args)
         except BaseException as e:
             error = e
@@ -286,7 +290,7 @@ def _work(rank: int, device: int | None, jobs: Any, done: Any) -> None:
             except Exception as e:
                 error = e
         done.put((rank, result, error))
-        del job, function, comm, args, result, error  # arrays are the caller's from here on
+        del job, function, comm, args, ready, result, error  # arrays are the caller's from here on
 
 
 def _described(error: BaseException) -> str:

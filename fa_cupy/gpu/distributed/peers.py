@@ -32,6 +32,21 @@ def use(device: int) -> None:
     _here.stream.use()
 
 
+def queued(devices: Sequence[int]) -> list[Any]:
+    """Return events after what the current streams of this thread have queued on some devices."""
+    found = []
+    for device in dict.fromkeys(devices):
+        with cupy.cuda.Device(device):
+            found.append(record(get_current_stream()))
+    return found
+
+
+def wait_for(events: Sequence[Any]) -> None:
+    """Let the current stream wait for events of any device."""
+    for event in events:
+        get_current_stream().wait_event(event)
+
+
 def synchronize() -> None:
     """Wait until all that this thread has queued has run."""
     get_current_stream().synchronize()
