@@ -10,7 +10,7 @@ from fa_cupy.core.arrays import empty_laid_out
 from fa_cupy.distributed import calls, heads
 from fa_cupy.distributed.blocks import Blocks
 from fa_cupy.distributed.calls import Call
-from fa_cupy.distributed.communicator import Communicator
+from fa_cupy.distributed.communicator import Communicator, require
 from fa_cupy.distributed.order import rows_of
 from fa_cupy.distributed.pieces import Piece
 
@@ -131,13 +131,14 @@ def attention(
     True
     """
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks}
-    call = calls.prepare(
-        "attention", comm, given, plan=plan, order=order, is_causal=is_causal, window=window,
-        scale=scale, softcap=softcap, precision=precision, return_lse=return_lse,
-    )  # fmt: skip
-    with call.comm.guard(), call.native.context:
-        solve = heads.attention if call.way == "heads" else _ring
-        out, lse = (call.native.give_back(x) for x in solve(call))
+    with require("attention", comm).turn():
+        call = calls.prepare(
+            "attention", comm, given, plan=plan, order=order, is_causal=is_causal, window=window,
+            scale=scale, softcap=softcap, precision=precision, return_lse=return_lse,
+        )  # fmt: skip
+        with comm.guard(), call.native.context:
+            solve = heads.attention if call.way == "heads" else _ring
+            out, lse = (call.native.give_back(x) for x in solve(call))
     return (out, lse) if return_lse else out
 
 

@@ -78,6 +78,14 @@ class Communicator(ABC):
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on: they raise a `RankError` where they wait."""
 
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this rank has the interpreter to itself until it waits.
+
+        It is one for ranks that share an interpreter and do no more than to queue work on GPUs:
+        they would otherwise take turns at each call of CUDA.
+        """
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Return a context whose errors reach the other ranks."""

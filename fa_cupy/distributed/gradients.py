@@ -12,7 +12,7 @@ from fa_cupy.core.arrays import empty_laid_out
 from fa_cupy.distributed import calls, heads
 from fa_cupy.distributed.blocks import Blocks
 from fa_cupy.distributed.calls import Call, Hop
-from fa_cupy.distributed.communicator import Communicator, Transfer, over_ranks
+from fa_cupy.distributed.communicator import Communicator, Transfer, over_ranks, require
 from fa_cupy.distributed.order import dense, rows_of
 from fa_cupy.distributed.pieces import Piece
 
@@ -113,20 +113,29 @@ def attention_backward(
         "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks,
         "dout": dout, "out": out, "lse": lse, "dlse": dlse,
     }  # fmt: skip
-    call = calls.prepare(
-        "attention_backward", comm, given, plan=plan, order=order, is_causal=is_causal,
-        window=window, gradients=True, need=need, scale=scale, softcap=softcap,
-    )  # fmt: skip
-    with call.comm.guard(), call.native.context:
-        found = heads.gradients(call) if call.way == "heads" else _ring(call)
-        for arg in ("bias", "sinks"):
-            if arg in found:
-                of_all = arg in call.shared or call.way == "heads"
-                total = _over_ranks(call, arg, found[arg]) if of_all else found[arg]
-                found[arg] = call.sums.convert(total, call.arrays[arg].dtype)
-        if "bias" in found:
-            found["bias"] = found["bias"].reshape(bias.shape)
-        return tuple(call.native.give_back(found[arg]) for arg in call.need)
+    with require("attention_backward", comm).turn():
+        call = calls.prepare(
+            "attention_backward", comm, given, plan=plan, order=order, is_causal=is_causal,
+            window=window, gradients=True, need=need, scale=scale, softcap=softcap,
+        )  # fmt: skip
+        with comm.guard(), call.native.context:
+            found = _finished(call, heads.gradients(call) if call.way == "heads" else _ring(call))
+            if "bias" in found:
+                found["bias"] = found["bias"].reshape(bias.shape)
+            return tuple(call.native.give_back(found[arg]) for arg in call.need)
+
+
+def _finished(call: Call, found: dict[str, Any]) -> dict[str, Any]:
+    """Return gradients with those of a bias and of sinks summed over ranks, where all share them.
+
+    They have the dtype of their argument.
+    """
+    for arg in ("bias", "sinks"):
+        if arg in found:
+            of_all = arg in call.shared or call.way == "heads"
+            total = _over_ranks(call, arg, found[arg]) if of_all else found[arg]
+            found[arg] = call.sums.convert(total, call.arrays[arg].dtype)
+    return found
 
 
 def _ring(call: Call) -> dict[str, Any]:

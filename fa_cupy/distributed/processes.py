@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from collections.abc import Sequence
@@ -230,6 +231,10 @@ class NcclCommunicator(Communicator):
         if any(library(array) != "cupy" for _, array in (*sends, *receives)):
             raise TypeError(f"{place}: the arrays are not on a GPU, want CuPy arrays with {_NCCL}")
         return self._channel.start(sends, receives, place)
+
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
+        """Return that of the host's communicator."""
+        return self._host.turn()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, and end what is on its way."""

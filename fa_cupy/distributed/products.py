@@ -91,8 +91,12 @@ def causal_product(
     >>> bool(np.allclose(out, fa_cupy.causal_product(q, k, v)))
     True
     """
+    with require("causal_product", comm).turn():
+        return _product(q, k, v, comm, reverse, return_state)
+
+
+def _product(q: Any, k: Any, v: Any, comm: Communicator, reverse: Any, return_state: Any) -> Any:
     name = "causal_product"
-    comm = require(name, comm)
     found: list[Any] = []
     if not return_state and _repeated(name, comm, (q, k, v), reverse, found):
         (halves,) = found
@@ -167,8 +171,14 @@ def causal_product_backward(
     >>> all(np.allclose(x, y) for x, y in zip((dq, dk, dv), whole))
     True
     """
+    with require("causal_product_backward", comm).turn():
+        return _gradients(dout, q, k, v, comm, reverse)
+
+
+def _gradients(
+    dout: Any, q: Any, k: Any, v: Any, comm: Communicator, reverse: Any
+) -> tuple[Any, Any, Any]:
     name = "causal_product_backward"
-    comm = require(name, comm)
     found: list[Any] = []
     if _repeated(name, comm, (dout, q, k, v), reverse, found):
         (halves,) = found

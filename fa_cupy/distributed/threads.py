@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -29,7 +30,9 @@ class _Stopped(NamedTuple):
 class _Hub:
     """Queues between the ranks of one run: for records and arrays, and for answers to these."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, on_gpus: bool) -> None:
+        self.turn = threading.Lock() if on_gpus else None
+
         def queues() -> list[list[queue.SimpleQueue[Any]]]:
             return [[queue.SimpleQueue() for _ in range(size)] for _ in range(size)]
 
@@ -53,6 +56,7 @@ class ThreadCommunicator(Communicator):
         self.rank, self.size, self.timeout = rank, size, timeout
         self._hub = hub
         self._failed = ""
+        self._has_turn = False
 
     def gather(self, record: bytes, place: str) -> list[bytes]:
         """Return the records of all ranks."""
@@ -84,6 +88,20 @@ class ThreadCommunicator(Communicator):
         self._failed = self._failed or f"rank {self.rank} has raised {_described(error)}"
         self._hub.stop(self.rank, f"has raised {_described(error)}")
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Return a context in which the ranks that share GPUs' host wait for this one."""
+        if self._hub.turn is None or self._has_turn:
+            yield
+            return
+        self._hub.turn.acquire()
+        self._has_turn = True
+        try:
+            yield
+        finally:
+            self._has_turn = False
+            self._hub.turn.release()
+
     def end(self) -> None:
         """Tell ranks that still wait that this one has ended."""
         self._hub.stop(self.rank, "has ended")
@@ -92,14 +110,27 @@ class ThreadCommunicator(Communicator):
         """Return what a rank has put down for this one next."""
         box = boxes[source][self.rank]
         try:
-            item = box.get(timeout=self.timeout)
+            item = box.get_nowait() if self._has_turn else box.get(timeout=self.timeout)
         except queue.Empty:
-            raise overdue(place, self.rank, self.timeout, source) from None
+            item = self._waited(box, source, place)
         if isinstance(item, _Stopped):
             box.put(item)  # for whatever waits later
             self._failed = f"rank {item.rank} {item.why}"
             raise RankError(f"{place}: {self._failed}, while rank {self.rank} waited for it")
         return item
+
+    def _waited(self, box: queue.SimpleQueue[Any], source: int, place: str) -> Any:
+        """Return the next item of a box that was empty; meanwhile, others have their turn."""
+        late = overdue(place, self.rank, self.timeout, source)
+        if not self._has_turn or self._hub.turn is None:
+            raise late from None
+        self._hub.turn.release()
+        try:
+            return box.get(timeout=self.timeout)
+        except queue.Empty:
+            raise late from None
+        finally:
+            self._hub.turn.acquire()
 
     def _usable(self, place: str) -> None:
         if self._failed:
@@ -153,7 +184,7 @@ class Local:
         """
         if self._closed:
             raise RuntimeError(f"{_NAME}: the ranks are closed, want local(...) again")
-        hub = _Hub(self.size)
+        hub = _Hub(self.size, bool(self.devices))
         ready = backends.gpu("distributed.peers").queued(self.devices) if self.devices else ()
         for rank, jobs in enumerate(self._jobs):
             comm = ThreadCommunicator(hub, rank, self.size, self._timeout)

@@ -8,6 +8,7 @@ import pytest
 
 import fa_cupy
 from fa_cupy.core import linear_problem
+from fa_cupy.gpu.kernels.linear import cost_model
 from tests.support.distributed_cases import LIMITS
 from tests.support.kernels_for_cupy import array, packed_products
 from validation.emulator.launcher import EmulatorLauncher
@@ -15,18 +16,28 @@ from validation.emulator.launcher import EmulatorLauncher
 pytestmark = pytest.mark.emulator
 
 
-def total(sums, elements, segments, found):
+def sources(sums, rows, cols, segments, turned):
+    """Sums of segments, (entries, places, rows, columns)."""
+    parts = np.asarray(sums)
+    if turned:
+        return parts.reshape(-1, segments + 1, cols, rows).swapaxes(-1, -2)
+    return parts.reshape(-1, segments + 1, rows, cols)
+
+
+def total(sums, rows, cols, segments, turned, found):
     """What the kernel of that name computes."""
-    parts = np.asarray(sums).reshape(-1, segments + 1, elements)
-    found.reshape(-1, elements)[...] = parts[:, 1:].sum(axis=1)
+    found[...] = sources(sums, rows, cols, segments, turned)[:, 1:].sum(axis=1)
 
 
-def prefixes(before, sums, elements, segments, to, size):
+def prefixes(before, before_turned, sums, rows, cols, segments, turned, to, size):
     """What the kernel of that name computes."""
     assert before.size == size
-    parts = np.asarray(sums).reshape(-1, segments + 1, elements).copy()
-    parts[:, 0] = np.asarray(before).reshape(-1, elements)
-    to.reshape(-1, segments, elements)[...] = parts.cumsum(axis=1)[:, :-1]
+    parts = sources(sums, rows, cols, segments, turned).copy()
+    first = np.asarray(before)
+    if before_turned:
+        first = first.reshape(-1, cols, rows).swapaxes(-1, -2)
+    parts[:, 0] = first.reshape(-1, rows, cols)
+    to.reshape(-1, segments, rows, cols)[...] = parts.cumsum(axis=1)[:, :-1]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +71,13 @@ def in_segments(states, monkeypatch):
     """Let products have a pass for states, as longer ones do, with three segments at most."""
     choose = states.products.choice_of
 
-    def choice_of(problems, launcher, algorithm, mapped):
+    def choice_of(problems, launcher, algorithm, mapped, halved):
         names = "dtype", "batch", "qk_dim", "v_dim"
         longer = [
             SimpleNamespace(k_len=2**16, **{name: getattr(x, name) for name in names})
             for x in problems
         ]
-        found = choose(longer, launcher, algorithm, mapped)
+        found = choose(longer, launcher, algorithm, mapped, halved)
         if found is None:
             return None
         assert found.states is not None
@@ -135,3 +146,14 @@ def test_calls_that_look_the_same_begin_at_once(states, monkeypatch):
     half, record = begin()
     assert record == b"record"
     assert half.state().shape == (1, 2, 64, 64)
+
+
+@pytest.mark.parametrize("entries", [1, 16, 400])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_products_in_two_halves_have_a_pass_for_states(entries, jobs):
+    """Also where one pass would be faster, and with few rows that only this pass sums."""
+    found = cost_model.choose(
+        "bfloat16", entries, 2**16, 128, 128, "sm_90a", 132, jobs=jobs, halved=True
+    )
+    assert found.states is not None
+    assert found.segments >= 4

@@ -32,11 +32,18 @@ from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 _UNROLLED = "#pragma unroll 8"
 
 # Sums of segments lie in the places 1 to `segments` of as many and one more for each batch entry.
+# Where `turned` is set, they are of a state with rows and columns exchanged.
+_SOURCE = """
+    const long long elements = rows * cols, entry = i / elements, e = i % elements;
+    const long long other = e % cols * rows + e / cols;
+    const T* from = &sums[entry * (segments + 1) * elements + (turned ? other : e)];
+"""
+
 _total = cupy.ElementwiseKernel(
-    "raw T sums, int64 elements, int32 segments",
+    "raw T sums, int64 rows, int64 cols, int32 segments, bool turned",
     "T total",
     f"""
-    const T* from = &sums[i / elements * (segments + 1) * elements + i % elements];
+    {_SOURCE}
     T sum = 0;
     {_UNROLLED}
     for (int s = 1; s <= segments; ++s) sum += from[s * elements];
@@ -47,12 +54,13 @@ _total = cupy.ElementwiseKernel(
 
 # The state before each segment, from the state before all of them.
 _prefixes = cupy.ElementwiseKernel(
-    "raw T before, raw T sums, int64 elements, int32 segments",
+    "raw T before, bool before_turned, raw T sums, int64 rows, int64 cols, int32 segments, "
+    "bool turned",
     "raw T prefixes",
     f"""
-    const T* from = &sums[i / elements * (segments + 1) * elements + i % elements];
-    T* to = &prefixes[i / elements * segments * elements + i % elements];
-    T sum = before[i];
+    {_SOURCE}
+    T* to = &prefixes[entry * segments * elements + e];
+    T sum = before[entry * elements + (before_turned ? other : e)];
     {_UNROLLED}
     for (int s = 0; s < segments; ++s) {{
         to[s * elements] = sum;
@@ -63,12 +71,37 @@ _prefixes = cupy.ElementwiseKernel(
 )
 
 
+class _Summed(NamedTuple):
+    """Whose sums of segments a product reads.
+
+    Attributes
+    ----------
+    job : int
+        The product that they are made for.
+    turned : bool
+        Whether its states have rows and columns exchanged.
+    before_turned : bool
+        Whether the state before all rows has.
+    """
+
+    job: int
+    turned: bool
+    before_turned: bool
+
+
+_FORWARD = (_Summed(0, False, False),)
+# The gradients of q, k and v: k and v read the same state, the one of q and dout.
+_BACKWARD = (_Summed(0, False, True), _Summed(2, True, True), _Summed(2, False, False))
+
+
 class _Halves(NamedTuple):
     """The two plans of some products, and the sizes of what lies between them.
 
     Attributes
     ----------
     states, outputs : Plan
+    sources : tuple of _Summed
+        Of each product.
     segments : int
     shapes : tuple
         Of each product, (batch entries, rows of a state, columns).
@@ -78,45 +111,58 @@ class _Halves(NamedTuple):
 
     states: Plan
     outputs: Plan
+    sources: tuple[_Summed, ...]
     segments: int
     shapes: tuple[tuple[int, int, int], ...]
     dtype: np.dtype[Any]
 
+    @property
+    def summed(self) -> list[int]:
+        """The products whose segments are summed."""
+        return sorted({source.job for source in self.sources})
 
-def _halves(jobs: tuple[Job, ...]) -> _Halves | None:
+
+def _halves(jobs: tuple[Job, ...], sources: tuple[_Summed, ...]) -> _Halves | None:
     """Return the plans of products whose rows are split into segments; None for others."""
     device = runtime.getDevice()
     key = "distributed products", device, jobs
     found = lookup(key, UNKNOWN)
     if found is UNKNOWN:
-        found = remember(key, _made(jobs, workspace.launcher(device)))
+        found = remember(key, _made(jobs, sources, workspace.launcher(device)))
     halves: _Halves | None = found
     return halves
 
 
-def _made(jobs: tuple[Job, ...], launcher: Launcher) -> _Halves | None:
+def _made(
+    jobs: tuple[Job, ...], sources: tuple[_Summed, ...], launcher: Launcher
+) -> _Halves | None:
     traits = [params.traits_of(job) for job in jobs]
     mapped = all(map(sm90_params.takes, traits))
     if len(jobs) > 1 and not mapped:
         return None
     problems = [job.problem for job in jobs]
-    choice = products.choice_of(problems, launcher, "auto", mapped)
+    choice = products.choice_of(problems, launcher, "auto", mapped, halved=True)
     if choice is None or choice.states is None:
         return None
     count, dtype = choice.segments, problems[0].state_dtype
     shapes = tuple((math.prod(x.batch), x.qk_dim, x.v_dim) for x in problems)
-    plans: list[Plan] = []
+    summed = sorted({source.job for source in sources})
     # With one segment more, which has no rows, the states of all rows are summed.
-    for split, row in ((choice._replace(segments=count + 1), choice.states), (choice, choice.row)):
-        sizes = {
-            f"{i}.workspace": dtype.itemsize * split.segments * math.prod(shape)
-            for i, shape in enumerate(shapes)
-        }
-        names = [f"{i}.{name}" for i in range(len(jobs)) for name in products.ARRAYS]
-        steps = _steps(split, traits, row)
-        plans.append(Plan(steps, names, launcher, workspace_of(sizes)))
-    states, outputs = plans
-    return _Halves(states, outputs, count, shapes, dtype)
+    more = choice._replace(segments=count + 1)
+    states = _plan(more, [traits[i] for i in summed], choice.states, launcher)
+    outputs = _plan(choice, traits, choice.row, launcher)
+    return _Halves(states, outputs, sources, count, shapes, dtype)
+
+
+def _plan(choice: Choice, traits: Sequence[Traits], row: Any, launcher: Launcher) -> Plan:
+    """Return the plan of the launches of one row of some products."""
+    sizes = {}
+    for i, own in enumerate(traits):
+        problem = own.job.problem
+        state = math.prod((*problem.batch, problem.qk_dim, problem.v_dim))
+        sizes[f"{i}.workspace"] = problem.state_dtype.itemsize * choice.segments * state
+    names = [f"{i}.{name}" for i in range(len(traits)) for name in products.ARRAYS]
+    return Plan(_steps(choice, traits, row), names, launcher, workspace_of(sizes))
 
 
 def _steps(choice: Choice, traits: Sequence[Traits], row: Any) -> list[Step]:
@@ -129,50 +175,61 @@ def _steps(choice: Choice, traits: Sequence[Traits], row: Any) -> list[Step]:
 
 
 class _Split:
-    """Some products whose first half has run."""
+    """Some products whose first half has run.
 
-    def __init__(self, halves: _Halves, places: Sequence[int]) -> None:
-        self._halves, self._places = halves, tuple(places)
-        count = halves.segments
-        sizes = [(count + 1) * math.prod(shape) for shape in halves.shapes]
-        memory = self._memory(halves.states)
-        self._of_job = self._parts(halves.states, memory, sizes)
-        if not halves.states.run(self._places, memory.data.ptr):
-            raise AssertionError("addresses are multiples of 16, which all maps can have")
+    Parameters
+    ----------
+    halves : _Halves
+    places : sequence of tuple of int
+        Of each product, the addresses of q, k, v and its output.
+    """
 
-    def total(self, job: int) -> Any:
-        """Return the state of all rows, (batch entries, rows, columns)."""
-        shape = self._halves.shapes[job]
-        found = cupy.empty(shape, self._halves.dtype)
+    def __init__(self, halves: _Halves, places: Sequence[Sequence[int]]) -> None:
+        self._halves, self._places = halves, places
+        summed, count = halves.summed, halves.segments + 1
+        sizes = [count * math.prod(halves.shapes[job]) for job in summed]
+        parts = self._run(halves.states, [places[job] for job in summed], sizes)
+        self._sums = dict(zip(summed, parts, strict=True))
+
+    def total(self, job: int, turned: bool = False) -> Any:
+        """Return the state of all rows, (batch entries, rows, columns), or (.., columns, rows)."""
+        halves = self._halves
+        entries, rows, cols = halves.shapes[job]
+        if turned:
+            rows, cols = cols, rows
+        found = cupy.empty((entries, rows, cols), halves.dtype)
         if found.size:
-            _total(self._of_job[job], shape[1] * shape[2], self._halves.segments, found)
+            _total(self._sums[job], rows, cols, halves.segments, turned, found)
         return found
 
     def finish(self, before: Sequence[Any]) -> None:
-        """Run the second half from the states before all rows, dense as those of `total`."""
+        """Run the second half, from the states before all rows, dense, or None for zeros."""
         halves = self._halves
         sizes = [halves.segments * math.prod(shape) for shape in halves.shapes]
-        memory = self._memory(halves.outputs)
-        targets = self._parts(halves.outputs, memory, sizes)
-        for shape, sums, first, to in zip(
-            halves.shapes, self._of_job, before, targets, strict=True
-        ):
-            given = cupy.zeros(shape, halves.dtype) if first is None else first
-            elements = shape[1] * shape[2]
-            _prefixes(given, sums, elements, halves.segments, to, size=given.size)
-        if not halves.outputs.run(self._places, memory.data.ptr):
+        self._run(halves.outputs, self._places, sizes, before)
+
+    def _run(
+        self, plan: Plan, places: Sequence[Sequence[int]], sizes: Sequence[int], before: Any = None
+    ) -> list[Any]:
+        """Run a half, from the states before all rows for the second; return its workspaces."""
+        halves, item = self._halves, self._halves.dtype.itemsize
+        memory = cupy.empty(plan.workspace_bytes // item, halves.dtype)
+        at = [place // item for place in plan.places]
+        parts = [memory[x : x + size] for x, size in zip(at, sizes, strict=True)]
+        if before is not None:
+            for own, first, shape, to in zip(
+                halves.sources, before, halves.shapes, parts, strict=True
+            ):
+                if first is None:
+                    first = cupy.zeros(shape, halves.dtype)
+                _prefixes(
+                    first, own.before_turned, self._sums[own.job], *shape[1:], halves.segments,
+                    own.turned, to, size=math.prod(shape),
+                )  # fmt: skip
+        pointers = [x for place in places for x in (*place, 0, 0)]
+        if not plan.run(tuple(pointers), memory.data.ptr):
             raise AssertionError("addresses are multiples of 16, which all maps can have")
-
-    def _memory(self, plan: Plan) -> Any:
-        return cupy.empty(plan.workspace_bytes // self._halves.dtype.itemsize, self._halves.dtype)
-
-    def _parts(self, plan: Plan, memory: Any, sizes: Sequence[int]) -> list[Any]:
-        """Return the states of each product in the workspace of a plan."""
-        item = self._halves.dtype.itemsize
-        return [
-            memory[place // item : place // item + size]
-            for place, size in zip(plan.places, sizes, strict=True)
-        ]
+        return parts
 
 
 class Forward:
@@ -210,7 +267,7 @@ def forward(
     like = arrays.Laid.dense(problem.out_shape, problem.dtype, order)
     if not fits_strides(problem.out_shape, like.strides, problem.dtype):
         return None
-    halves = _halves((job_of(problem, like, None, reverse),))
+    halves = _halves((job_of(problem, like, None, reverse),), _FORWARD)
     if halves is None or not _aligned(q, k, v):
         return None
     both = halves
@@ -218,7 +275,7 @@ def forward(
     def begin(q: Any, k: Any, v: Any) -> Forward:
         out = workspace.empty(problem.out_shape, problem.dtype, q)
         places = [x.data.ptr for x in (q, k, v, out)]
-        return Forward(problem, _Split(both, [*places, 0, 0]), out)
+        return Forward(problem, _Split(both, [places]), out)
 
     remember(_key("causal_product", (q, k, v), reverse), (begin, record))
     return begin(q, k, v)
@@ -235,7 +292,7 @@ class Backward:
     def states(self) -> tuple[Any, Any]:
         """Return the state of all rows and its gradient, of shape ``problem.state_shape``."""
         problem = self._problem
-        state = _once(problem, self._split.total(0).swapaxes(-1, -2))
+        state = _once(problem, self._split.total(0, turned=True))
         after = self._split.total(2)
         axes = [i for i, shared in enumerate(problem.shared) if shared and problem.batch[i] > 1]
         if axes:
@@ -252,10 +309,7 @@ class Backward:
             assert view is not None
             after = attention_problem.view(cupy, array, view)
             after = cupy.ascontiguousarray(after).reshape(-1, problem.qk_dim, problem.v_dim)
-        turned = [
-            x if x is None else cupy.ascontiguousarray(x.swapaxes(-1, -2)) for x in (first, after)
-        ]
-        self._split.finish([*turned, after])
+        self._split.finish([first, after, after])
         dq, dk, dv = (
             summed_to(term.out, x, problem.state_dtype)
             for term, x in zip(self._terms, self._arrays, strict=True)
@@ -275,14 +329,14 @@ def backward(
     terms = describe(problem, dout, q, k, v, None, None, reverse=reverse)
     if not all(map(direct, terms)) or not _aligned(dout, q, k, v):
         return None
-    halves = _halves(tuple(job_of(x.problem, x.out, None, x.reverse) for x in terms))
+    halves = _halves(tuple(job_of(x.problem, x.out, None, x.reverse) for x in terms), _BACKWARD)
     if halves is None:
         return None
+    both = halves
 
     def run(terms: Any, q: Any, k: Any, v: Any) -> Backward:
         places = [[x.data.ptr for x in (term.q, term.k, term.v, term.out)] for term in terms]
-        pointers = [x for place in places for x in (*place, 0, 0)]
-        return Backward(problem, _Split(halves, pointers), terms, (q, k, v))
+        return Backward(problem, _Split(both, places), terms, (q, k, v))
 
     def begin(dout: Any, q: Any, k: Any, v: Any) -> Backward:
         terms = describe(problem, dout, q, k, v, None, None, reverse=reverse)
