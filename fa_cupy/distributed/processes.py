@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import time
 from collections.abc import Sequence
@@ -170,7 +169,8 @@ class NcclCommunicator(Communicator):
     """A communicator for CuPy arrays, in processes or threads with a GPU each.
 
     Records and errors go through another communicator, between hosts; arrays through NCCL, as bytes
-    and by a stream of their own.
+    and by a stream of their own. Threads that use it have no turns (`Communicator.turn`): NCCL's
+    calls wait for ranks that meet for the first time.
 
     Parameters
     ----------
@@ -231,10 +231,6 @@ class NcclCommunicator(Communicator):
         if any(library(array) != "cupy" for _, array in (*sends, *receives)):
             raise TypeError(f"{place}: the arrays are not on a GPU, want CuPy arrays with {_NCCL}")
         return self._channel.start(sends, receives, place)
-
-    def turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Return that of the host's communicator."""
-        return self._host.turn()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, and end what is on its way."""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import distributed
+from fa_cupy.distributed import threads
 from tests.support.distributed_cases import (
     cases,
     check_attention,
@@ -288,3 +289,37 @@ def test_the_result_lies_in_memory_as_the_queries_do(pair):
             assert out.strides == x.strides
 
     pair(part)
+
+
+def test_ranks_that_share_a_host_take_turns():
+    """As those of GPUs do: one at a time, until it waits for another; its errors are the same."""
+    hub = threads._Hub(2, True)
+    inside, most, results = [], [], []
+
+    def part(rank):
+        comm = threads.ThreadCommunicator(hub, rank, 2, 0.5)
+        with comm.turn(), comm.turn():
+            for _ in range(3):
+                inside.append(rank)
+                time.sleep(0.02)
+                most.append(len(inside))
+                inside.remove(rank)
+                results.append(comm.gather(bytes([rank]), "here"))
+                x, y = np.full(3, rank), np.zeros(3, int)
+                comm.start([(1 - rank, x)], [(1 - rank, y)], "here").wait()
+                assert (y == 1 - rank).all()
+            if rank:
+                with pytest.raises(
+                    TimeoutError, match=r"there: rank 1 has waited 0.5 s for rank 0"
+                ):
+                    comm.gather(b"", "there")
+
+    workers = [threading.Thread(target=part, args=(rank,)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(10)
+        assert not worker.is_alive()
+    assert most == [1] * 6
+    assert results == [[b"\0", b"\1"]] * 6
+    assert not hub.turn.locked()
