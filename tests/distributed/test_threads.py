@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fa_cupy import distributed
 from fa_cupy.distributed import threads
 from tests.support.distributed_cases import (
+    Case,
     cases,
     check_attention,
     check_products,
@@ -323,3 +324,18 @@ def test_ranks_that_share_a_host_take_turns():
     assert most == [1] * 6
     assert results == [[b"\0", b"\1"]] * 6
     assert not hub.turn.locked()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_an_exchange_for_heads(ranks, order, dtype):
+    """With what depends on heads and on positions."""
+    size = ranks.size
+    case = Case(
+        dtype=dtype, batch=(2,), heads=(2 * size, size), q_len=29, k_len=29, order=order,
+        plan="heads", cuts=(), is_causal=True, window=(11, None), bias="heads", mask="keys",
+        sinks="heads", softcap=2.0, seed=3,
+    )  # fmt: skip
+    ranks(lambda comm: check_attention(case, comm))
+    lengths = case._replace(is_causal=False, window=None, k_len=17)
+    ranks(lambda comm: check_attention(lengths, comm))
