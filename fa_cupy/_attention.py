@@ -734,11 +734,13 @@ def _merge(xp: Any, outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
             top = xp.maximum(top, lse)
         top = xp.where(xp.isneginf(top), real(0), top)
         total = xp.zeros_like(top)
+        for lse in lses:
+            total += xp.exp(lse - top)
+        # Weights are divided before they meet values, whose sum could leave the range of floats.
+        divisor = xp.where(total == 0, real(1), total)
         weighted = xp.zeros_like(outs[0], dtype=real)
         for out, lse in zip(outs, lses, strict=True):
-            weight = xp.exp(lse - top)
-            total += weight
+            weight = (xp.exp(lse - top) / divisor)[..., None]
             empty = xp.isneginf(lse)[..., None]
-            weighted += xp.where(empty, real(0), weight[..., None] * out.astype(real))
-        weighted /= xp.where(total == 0, real(1), total)[..., None]
+            weighted += xp.where(empty, real(0), weight * out.astype(real))
         return weighted.astype(outs[0].dtype), top + xp.log(total)

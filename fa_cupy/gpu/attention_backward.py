@@ -28,7 +28,7 @@ from fa_cupy.gpu.arrays import (
     PackedCall,
     addresses_of,
     allocation,
-    array_key,
+    bias_key,
     mask_key,
     require_whole_elements,
 )
@@ -37,7 +37,7 @@ from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.kernels.built_in import with_built_in
-from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
+from fa_cupy.gpu.kernels.score import bias_at, takes_bias, takes_score, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
@@ -151,7 +151,7 @@ def cached(
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device, q.dtype)
-    biased = None if bias is None else array_key(bias, device)
+    biased = None if bias is None else bias_key(bias, device)
     given = not (k_lengths is q_offsets is k_offsets is None)
     of_keys = q_offsets, k_offsets, k_lengths
     packed = PackedCall.of_gradients(_NAME, device, *of_keys) if given else NOT_PACKED
@@ -190,7 +190,7 @@ def cached(
         if is_left or not takes_bias(problem):
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
-        found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias))
+        found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias, None, bias))
     if found is None or found.copies:
         return None
     tables, _owners = ((), None) if found.tables is None else found.tables(mask)
@@ -478,7 +478,7 @@ def by_kernels(
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
     of_bias = _dbias(inputs[3], bias.dtype) if "bias" in need else None
-    plan = prepared(problem, arrays, inputs[4], need, of_bias)
+    plan = prepared(problem, arrays, inputs[4], need, of_bias, None, bias)
     if plan is None:
         return None
     given = {**arrays, "bias": inputs[3]}
@@ -573,6 +573,7 @@ def prepared(
     need: Sequence[str],
     dbias: Laid | None = None,
     of_pairs: tuple[PairCounts, PairBias] | None = None,
+    bias: Any = None,
 ) -> Prepared | None:
     """Return what a call needs, made at most once; None where the kernels do not take the call.
 
@@ -588,7 +589,11 @@ def prepared(
         The gradient of the bias, where it is wanted.
     of_pairs : tuple, optional
         The counts of the mask's pairs, which have a bias each, and how that lies.
+    bias : cupy.ndarray, optional
+        That of the problem, whose address counts.
     """
+    if bias is not None:
+        problem = bias_at(problem, bias.data.ptr)
     device = runtime.getDevice()
     counts, by_pair = of_pairs or (None, None)
     plain = problem.offsets is None and problem.dropout is None

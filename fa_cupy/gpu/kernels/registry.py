@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from fa_cupy.gpu.kernels import attention_backward
-from fa_cupy.gpu.kernels.attention import row_intervals
+from fa_cupy.gpu.kernels.attention import bwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.dbias.dbias_rows import DbiasRows
 from fa_cupy.gpu.kernels.attention.full_precision import split_kv
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
@@ -54,6 +54,16 @@ SCORED: tuple[Variant, ...] = tuple(
     row.for_score(score)
     for rows in (VARIANTS, _GRADIENTS, PAIRS, SPLITKV, FP64_VARIANTS)
     for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
+)
+#: Builds of gradients on Hopper for a bias of pairs: copied to shared memory, loaded to registers
+#: where its rows cannot be copied. In 16 bits those of outputs for the latter, too.
+OF_PAIRS: tuple[Variant, ...] = tuple(
+    row.for_score(ScoreMod(bias_axes="pair", bias_dtype=dtype, by_registers=by_registers))
+    for row in (*VARIANTS, *bwd_sm90.VARIANTS)
+    if row.dtype == "bfloat16" and row.dim in (64, 128) and not row.sparse
+    for dtype, by_registers in itertools.product(("bfloat16", "float32"), (False, True))
+    if isinstance(row, bwd_sm90.BwdSm90)
+    or (isinstance(row, FwdSm90) and by_registers and dtype == row.dtype)
 )
 # What packed sequences and key lengths have builds of. One of the 16-bit dtypes stands for both.
 _UNMASKED: tuple[Variant, ...] = tuple(
@@ -114,7 +124,7 @@ DROPOUT: tuple[Variant, ...] = tuple(
     if row.dtype == "bfloat16" and not row.sparse
 )
 ROWS: tuple[Variant, ...] = (
-    *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *GRADIENTS,
+    *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *OF_PAIRS, *GRADIENTS,
     *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *LENGTHS,
     *SPLIT, *DROPOUT,
 )  # fmt: skip
