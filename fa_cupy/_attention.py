@@ -626,7 +626,7 @@ def _solve_backward(
         **options, **where.options,
     )  # fmt: skip
     where.check(problem)
-    wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
+    wanted = gradients_wanted(name, need, of_score, bias=bias, sinks=sinks)
     extra = dispatch.score_for(name, operands, wanted)
     backend = dispatch.backend_of(native, "attention_backward")
     if inputs[0] is q:  # an array of NumPy or CuPy itself
@@ -639,7 +639,9 @@ def _solve_backward(
         return tuple(x if is_sparse(x) else native.give_back(x) for x in map(found.get, wanted))
 
 
-def _wanted(name: str, need: Any, of_score: Iterable[str], **optional: Any) -> tuple[str, ...]:
+def gradients_wanted(
+    name: str, need: Any, of_score: Iterable[str], **optional: Any
+) -> tuple[str, ...]:
     """Return the arguments whose gradients are wanted, given those that may be None."""
     there = [arg for arg in _NEED if optional.get(arg, name) is not None]
     if need is None:

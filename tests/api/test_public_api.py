@@ -41,6 +41,12 @@ MODULES = [
     "_kernel_regression",
     "_linear_attention",
     "_score",
+    "distributed.attention",
+    "distributed.gradients",
+    "distributed.order",
+    "distributed.plans",
+    "distributed.products",
+    "distributed.threads",
     "dropout.mask",
     "layouts",
     "masks.algebra",
@@ -126,6 +132,8 @@ def test_every_public_name_has_a_page():
         }
         found = {name.partition(".")[2] for name in listed if name.startswith(f"{module}.")}
         assert found == set(names.get("__all__", own)) & own, module
+    of_ranks = {f"distributed.{name}" for name in fa_cupy.distributed.__all__}
+    assert {name for name in listed if name.startswith("distributed.")} == of_ranks
     for module in ("dask", "torch", "jax"):
         assert {f"{module}.attention", f"{module}.causal_product"} <= set(listed)
     methods = re.findall(r"^   ~BitMask\.(\w+)$", page, re.M)
