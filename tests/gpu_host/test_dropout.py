@@ -92,22 +92,86 @@ def test_a_plan_serves_all_seeds(host, cupy, launcher):
     assert launcher.ran[-4:] == ["bwd_preprocess", *main, "bwd_nonfinite"]
 
 
-@pytest.mark.parametrize(
-    "given", [{"dtype": np.float32}, {"k_lengths": np.full(2, 9)}, {"dim": 264}], ids=str
-)
-def test_what_no_kernel_does_is_refused(host, cupy, given):
+@pytest.mark.parametrize("given", [{"dtype": np.float32}, {"dim": 264}], ids=str)
+def test_what_no_kernel_does_goes_to_cublas(host, cupy, monkeypatch, given):
+    """With its dropout."""
+    from fa_cupy.gpu import attention
+    from fa_cupy.gpu.cublas import attention as of_values
+    from fa_cupy.gpu.cublas import attention_backward as of_gradients
+
+    asked = []
+    monkeypatch.setattr(of_values, "attention", lambda *call: asked.append(call) or call[1:3])
+    monkeypatch.setattr(of_gradients, "backward", lambda *call: asked.append(call) or {})
+    q, k, v, dout = arrays(**given)
+    problem, inputs = problem_of(q, k, v), on_device(q, k, v)
+    attention.attention(problem, *inputs, None, None, None, True)
+    results = on_device(dout, np.zeros(dout.shape[:-1], np.float32), dout, None)
+    host.backward(problem, (*inputs, None, None), tuple(results), ("q", "k", "score.x"), None)
+    assert [call[0].dropout is problem.dropout for call in asked] == [True, True]
+
+
+BAND = {"is_causal": True, "causal_align": "bottom_right"}
+
+
+def solve(host, problem, inputs, dout, keys=None, on_host=None, mask=None):
+    """Output, log-sum-exp and gradients as the device computes them."""
     from fa_cupy.gpu import attention
 
-    keys = {name: given[name] for name in given if name == "k_lengths"}
-    q, k, v, dout = arrays(**{name: x for name, x in given.items() if name not in keys})
-    problem, inputs = problem_of(q, k, v, **keys), on_device(q, k, v)
-    of_keys = KeyArrays(*on_device(*keys.values())) if keys else None
+    given = on_device(*inputs)
+    out, lse = attention.attention(
+        problem, *given, None, mask, None, True, keys=keys, on_host=on_host
+    )
+    results = out, lse, *on_device(dout), None
+    grads = host.backward(
+        problem, (*given, None, mask), results, ("q", "k", "v"),
+        lambda shape, dtype, like: core_arrays.empty_laid_out(
+            host.cupy, shape, like, dtype
+        ), keys=keys, on_host=on_host,
+    )  # fmt: skip
+    return [bare(x) for x in (out, lse, *grads.values())]
+
+
+def compare(found, q, k, v, dout, *more, **options):
+    options |= {"dropout": 0.3, "seed": 1}
+    wants = [*reference.attention(q, k, v, *more, **options)]
+    if dout is not None:
+        wants += reference.attention_backward(dout, q, k, v, *more, **options)
+    for x, y in zip(found, wants, strict=True):
+        assert reference.relative_error(x.astype(np.float64), y) < 2e-3
+
+
+@pytest.mark.parametrize("band", [{}, BAND], ids=str)
+def test_key_lengths(host, cupy, band):
+    q, k, v, dout = arrays()
+    lengths = np.array([9, 120], np.int32)
+    problem = problem_of(q, k, v, k_lengths=lengths, **band)
+    keys = KeyArrays(*on_device(lengths))
+    compare(solve(host, problem, (q, k, v), dout, keys), q, k, v, dout, k_lengths=lengths, **band)
+
+
+def test_pages(host, cupy):
+    from fa_cupy.gpu import attention
+
+    q, *keys, _ = arrays()
+    k, v = (np.concatenate([x, x[:, :, :10]], axis=2) for x in keys)
+    pages = [x.reshape(2, 2, 10, 16, 64).swapaxes(1, 2).reshape(20, 2, 16, 64) for x in (k, v)]
+    order = np.random.default_rng(1).permutation(20)
+    table = order.argsort().astype(np.int32).reshape(2, 10)
+    stored = [np.ascontiguousarray(x[order]) for x in pages]
+    lengths = np.array([31, 150], np.int32)
+    problem = problem_of(q, *stored, k_lengths=lengths, page_table=table)
+    keys = KeyArrays(*on_device(lengths, table))
+    given = on_device(q, *stored)
+    found = attention.attention(problem, *given, None, None, None, True, keys=keys)
+    compare([bare(x) for x in found], q, k, v, None, k_lengths=lengths)
+
+
+def test_a_sparse_bias_is_refused(host, cupy):
+    from fa_cupy.gpu.masks import pairs
+
     with pytest.raises(NotImplementedError) as caught:
-        attention.attention(problem, *inputs, None, None, None, True, keys=of_keys)
-    assert str(caught.value).startswith("attention: dropout is 0.3, and no kernel on a GPU serves")
-    results = on_device(dout, np.zeros(dout.shape[:-1], np.float32), dout, None)
-    with pytest.raises(NotImplementedError) as caught:
-        host.backward(
-            problem, (*inputs, None, None), tuple(results), ("q", "k", "v"), None, keys=of_keys
-        )
-    assert str(caught.value).startswith("attention_backward: dropout is 0.3, and no kernel")
+        pairs.counts_with_bias("attention", problem_of(*arrays()[:3]), None, "sm_90a")
+    assert str(caught.value) == (
+        "attention: dropout is 0.3 and bias is a sparse matrix on a GPU, want one of them "
+        "(or arrays on the CPU)"
+    )

@@ -172,7 +172,8 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
 def takes_dropout(problem: Problem) -> bool:
     """Whether kernels of the dtype of a problem have builds for its dropout."""
     places = problem.offsets, problem.k_lengths, problem.pages
-    return places == (None, None, None) and problem.dtype.itemsize == 2
+    placed = problem.dropout is not None and problem.dropout.placed
+    return places == (None, None, None) and problem.dtype.itemsize == 2 and not placed
 
 
 def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:
