@@ -166,6 +166,51 @@ def test_pages(host, cupy):
     compare([bare(x) for x in found], q, k, v, None, k_lengths=lengths)
 
 
+OFFSETS = {"q_offsets": np.array([0, 20, 20, 66]), "k_offsets": np.array([5, 61, 90, 149])}
+
+
+@pytest.mark.parametrize("where", ["device", "host", "host and a mask"])
+def test_packed_sequences(host, cupy, launcher, where):
+    """Whether kernels know of sequences, or each is a call of its own, the same pairs are kept."""
+    q, k, v, dout = arrays()
+    mask = None if where != "host and a mask" else np.random.default_rng(3).random((70, 150)) < 0.7
+    options = {**OFFSETS, **BAND}
+    problem = attention_problem.attention_problem(
+        q, k, v, None, mask, dropout=Dropout(0.3, 1), **options
+    )
+    keys = KeyArrays(None, None, *on_device(*OFFSETS.values()))
+    on_host = None if where == "device" else KeyArrays(None, None, *OFFSETS.values())
+    shown = None if mask is None else cupy_stand_in.owned(mask)
+    found = solve(host, problem, (q, k, v), dout, keys, on_host, shown)
+    compare(found, q, k, v, dout, None, mask, **options)
+    assert launcher.ran.count("fwd_sm90") == (1 if mask is None else 2)
+    assert ("row_intervals" in launcher.ran) == (mask is None)
+
+
+def test_device_offsets_and_a_mask_go_to_cublas(host, cupy, monkeypatch):
+    """Which is told where each query is, as kernels are not."""
+    from fa_cupy.gpu import attention
+    from fa_cupy.gpu.cublas import attention as of_values
+
+    asked = []
+    answer = on_device(np.zeros((2, 4, 70, 64)), np.zeros((2, 4, 70)))
+    monkeypatch.setattr(of_values, "attention", lambda *call: asked.append(call) or answer)
+    q, k, v, _ = arrays()
+    (mask,) = on_device(np.ones((70, 150), bool))
+    problem = attention_problem.attention_problem(
+        q, k, v, None, mask, dropout=Dropout(0.3, 1), **OFFSETS
+    )
+    keys = KeyArrays(None, None, *on_device(*OFFSETS.values()))
+    attention.attention(problem, *on_device(q, k, v), None, mask, None, True, keys=keys)
+    (call,) = asked
+    assert call[0].dropout.placed
+    places = bare(call[0].dropout.places)
+    assert places.dtype == np.int32
+    np.testing.assert_array_equal(
+        places[[0, 19, 20, 65]], [[0, 0, 5, 0], [0, 0, 5, 0], [2, 20, 90, 0], [2, 20, 90, 0]]
+    )
+
+
 def test_a_sparse_bias_is_refused(host, cupy):
     from fa_cupy.gpu.masks import pairs
 

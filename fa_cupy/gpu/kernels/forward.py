@@ -164,16 +164,15 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
     if found is None:
         return None
-    if problem.dropout is not None:
-        return found.for_dropout(True)
-    return found if problem.offsets is None else found.for_sequences(True)
+    found = found.for_sequences(problem.offsets is not None)
+    return found.for_dropout(problem.dropout is not None)
 
 
 def takes_dropout(problem: Problem) -> bool:
     """Whether kernels of the dtype of a problem have builds for its dropout."""
-    places = problem.offsets, problem.k_lengths, problem.pages
+    in_memory = problem.k_lengths or problem.pages
     placed = problem.dropout is not None and problem.dropout.placed
-    return places == (None, None, None) and problem.dtype.itemsize == 2 and not placed
+    return in_memory is None and problem.dtype.itemsize == 2 and not placed
 
 
 def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:

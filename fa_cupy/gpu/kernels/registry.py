@@ -113,10 +113,14 @@ SPLIT: tuple[Variant, ...] = (
     *fwd_join_splits.VARIANTS,
 )
 #: Builds of attention and its gradients that drop weights.
-DROPOUT: tuple[Variant, ...] = tuple(
-    row.for_dropout(True)
-    for row in (*VARIANTS, *attention_backward.WITH_DROPOUT)
-    if row.dtype == "bfloat16" and not row.sparse
+DROPOUT: tuple[Variant, ...] = (
+    *(
+        row.for_sequences(packed).for_dropout(True)
+        for packed in (False, True)
+        for row in (*VARIANTS, *attention_backward.WITH_DROPOUT)
+        if row.dtype == "bfloat16" and not row.sparse
+    ),
+    row_intervals.VARIANT.for_dropout(True),
 )
 ROWS: tuple[Variant, ...] = (
     *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *GRADIENTS,
