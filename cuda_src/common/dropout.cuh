@@ -130,10 +130,14 @@ FA_DEVICE uint32 kept_bits_from(const DropoutParams& p, DropoutEntry entry, int 
   entry.b += place.sequence;
   row -= place.first_row;
   key -= place.first_key;
-  const uint32 kept = kept_octets<kKeys / 8>(p, entry, row, key);
-  if ((key & 1) == 0) return kept;
-  const uint32 next = kept_octets<kKeys / 8>(p, entry, row, key + 1);
-  return (kept & 0x55555555u) | (next & 0x55555555u) << 1;
+  const int odd = key & 1;
+  uint32 kept = 0;
+#pragma unroll 1  // or there would be twice the code, for half of the rows
+  for (int i = odd; i >= 0; --i) {
+    const uint32 found = kept_octets<kKeys / 8>(p, entry, row, key + i);
+    kept = odd ? kept << 1 | (found & 0x55555555u) : found;
+  }
+  return kept;
 }
 #endif
 
@@ -153,22 +157,29 @@ template <int kKeys, int kMmaM>
 FA_DEVICE void make_kept_bits(const DropoutParams& p, const DropoutEntry& entry, int first_row,
                               int first_key, uint32 (&kept)[kMmaM][2]) {
   static_assert(kKeys <= 96 || kKeys == 2 * kDropoutGroup, "two groups have the keys of a tile");
+#if FA_PACKED
+#pragma unroll 1
+  for (int row = 0; row < 2 * kMmaM; ++row) {
+    const uint32 word =
+        kept_bits_from<kKeys>(p, entry, first_row + 8 * row, first_key + tid_x_again() % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < 2 * kMmaM; ++i) {  // a number that is not known would be an address
+      if (i == row) kept[i / 2][i % 2] = word;
+    }
+  }
+#else
   constexpr int kGroups = kDropoutGroup % kKeys == 0 ? 1 : 2;
   const int skipped = first_key % kDropoutGroup / 4;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-#if FA_PACKED
-      kept[i][h] = kept_bits_from<kKeys>(p, entry, first_row + 16 * i + 8 * h,
-                                         first_key + tid_x_again() % 4 * 2);
-#else
       kept[i][h] = kept_bits<kGroups>(p, entry, first_row + 16 * i + 8 * h,
                                       first_key / kDropoutGroup, tid_x_again() % 4) >>
                    skipped;
-#endif
     }
   }
+#endif
 }
 
 // Makes 0 of the weights that are dropped, among those that a thread holds as accumulators of m16n8

@@ -62,9 +62,17 @@ def test_seeds_on_a_device_are_checked(cupy):
         with pytest.raises((TypeError, ValueError)) as caught:
             of_arguments("attention", 0.3, *on_device(seed))
         assert str(caught.value) == f"attention: {text}"
-    with pytest.raises(TypeError) as caught:
-        dropout_mask(*on_device(np.zeros(1, np.int64)), 0.3, (3, 4))
-    assert str(caught.value) == "dropout_mask: seed is an array on a GPU, want seed.get()"
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_a_mask_where_its_seed_is(host, cupy, p):
+    """A seed on a device is read there."""
+    (seed,) = on_device(np.array([-1]))
+    for shape in ((2, 4, 70, 150), (70, 150), (3, 0, 9)):
+        part = {"rows": slice(3, 50), "cols": slice(100, None)}
+        found = dropout_mask(seed, p, shape, **part)
+        assert type(found) is cupy.ndarray
+        np.testing.assert_array_equal(bare(found), dropout_mask(2**64 - 1, p, shape, **part))
 
 
 def test_a_plan_serves_all_seeds(host, cupy, launcher):

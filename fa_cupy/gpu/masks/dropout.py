@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,18 @@ def kept(dropout: Dropout, b: Any, h: Any, rows: tuple[int, int], keys: tuple[in
         (kernel,) = workspace.launcher(found.data.device_id).kernels([step])
         kernel(Arguments(step.params), None)
     return found
+
+
+def of_shape(
+    dropout: Dropout | None, batch: Sequence[int], rows: tuple[int, int], keys: tuple[int, int]
+) -> Any:
+    """Return which pairs of all entries of a batch are kept, (*batch, rows, keys); all without."""
+    wanted = *batch, rows[1] - rows[0], keys[1] - keys[0]
+    if dropout is None:
+        return cupy.ones(wanted, np.bool_)
+    entry = cupy.arange(math.prod(batch), dtype=np.int64).reshape(-1, 1, 1)
+    heads = max(1, math.prod(batch[-1:]))
+    return kept(dropout, entry // heads, entry % heads, rows, keys).reshape(wanted)
 
 
 class TileDropout:
