@@ -105,7 +105,8 @@ def serving_dropout(
     target: str, dtypes: set[str], dims: set[int], packed: bool = False
 ) -> list[Variant]:
     """Return the rows that calls with dropout get, of packed sequences too if they are wanted."""
-    rows = [row for row in serving(target, dtypes, dims) if row.dtype in DTYPE_NAMES]
+    forward = serving(target, dtypes & {*DTYPE_NAMES, "float32"}, dims)
+    rows = [row for row in forward if not isinstance(row, SplitKv)]
     found: list[Variant] = [row.for_dropout(True) for row in rows]
     walked = list(product(sorted({*dtypes} & {*DTYPE_NAMES}), dims))
     walked = [pair for pair in walked if takes_dims(*pair)]

@@ -170,9 +170,11 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
 
 def takes_dropout(problem: Problem) -> bool:
     """Whether kernels of the dtype of a problem have builds for its dropout."""
-    in_memory = problem.k_lengths or problem.pages
-    placed = problem.dropout is not None and problem.dropout.placed
-    return in_memory is None and problem.dtype.itemsize == 2 and not placed
+    if problem.dropout is None or problem.dropout.placed:
+        return False
+    if problem.dtype.itemsize == 2:
+        return problem.k_lengths is None and problem.pages is None
+    return problem.dtype == fwd_fp32.DTYPE
 
 
 def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:

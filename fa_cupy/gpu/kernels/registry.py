@@ -118,7 +118,8 @@ DROPOUT: tuple[Variant, ...] = (
         row.for_sequences(packed).for_dropout(True)
         for packed in (False, True)
         for row in (*VARIANTS, *attention_backward.WITH_DROPOUT)
-        if row.dtype == "bfloat16" and not row.sparse
+        if not row.sparse
+        and (row.dtype == "bfloat16" or (row.dtype == "float32" and row.dim in (64, 256)))
     ),
     row_intervals.VARIANT.for_dropout(True),
 )

@@ -25,9 +25,13 @@ from validation.emulator import calls
 pytestmark = pytest.mark.emulator
 
 DROPOUT = Dropout(0.3, 2**63 + 12345)
-ROWS = [row.for_dropout(True) for row in VARIANTS if row.dtype in ("float16", "bfloat16")]
+ROWS = [row.for_dropout(True) for row in VARIANTS]
 SM80, SM80_SPARSE, SM90, SM90_SPARSE = (
-    next(x for x in ROWS if (isinstance(x, FwdSm90), x.sparse, x.dim) == (hopper, sparse, 64))
+    next(
+        x
+        for x in ROWS
+        if (isinstance(x, FwdSm90), x.sparse, x.dim, x.dtype) == (hopper, sparse, 64, "float16")
+    )
     for hopper in (False, True)
     for sparse in (False, True)
 )
@@ -81,7 +85,8 @@ def check_packed(row, q_len=210, k_len=320, batch=(2, 2), source=None, **options
     given = {"dropout": DROPOUT.p, "seed": DROPOUT.seed, **of_call}
     want, want_lse = reference.attention(q, k, v, **given)
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=4 * unit_of(row))
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+    off = 1e-4 if getattr(row, "parts", 2) == 2 else 1e-2
+    np.testing.assert_allclose(lse, want_lse, rtol=off, atol=off)
 
 
 PACKED = [row for row in ROWS if not row.sparse]
@@ -104,12 +109,18 @@ def test_packed_rows_that_are_computed_again(row):
     np.testing.assert_array_equal(np.isnan(out.astype(float)), np.isnan(want))
 
 
+FP32, FP32_SM90 = (
+    next(x for x in ROWS if x.source == f"attention/{stem}" and x.dim == 64 and not x.sparse)
+    for stem in ("fwd_fp32", "fwd_fp32_sm90")
+)
 PLANTED_PACKED = [
     (SM80, ("entry.b += place.sequence;\n  row", "row")),
     (SM80, ("row -= place.first_row;", "")),
     (SM80, ("const int odd = key & 1;", "const int odd = 0;")),
     (SM80, ("entry, row, group + 2, t)", "entry, row, group, t)")),
     (SM90, ("first_col(c, at, key_tile), kept);", "key_tile * kTileN, kept);")),
+    (FP32, ("first_row + tid_x_again() % 32 / 4,", "first_row,")),
+    (FP32_SM90, ("q_begin + 16 * warp, key_tile", "q_begin, key_tile")),
 ]
 
 
@@ -131,6 +142,8 @@ PLANTED = [
     (SM90, ("x[i][3] = entry.b;", "x[i][3] = 0;")),
     (SM90, ("if constexpr (kDropout) drop_by_bits(s_tile, kept);", "")),
     (SM90, ("first_key / kDropoutGroup, tid_x_again() % 4", "first_key / kDropoutGroup, 0")),
+    (FP32, ("inverse *= kept_factor(params);", "inverse *= 1.0f;")),
+    (FP32_SM90, ("16 * warp, key_tile * kTileN);", "16 * warp, 0);")),
     (DIM_128, ("first_col(c, at, key_tile), kept);", "own.tile * 64, kept);")),
 ]
 
