@@ -100,7 +100,7 @@ def test_a_plan_serves_all_seeds(host, cupy, launcher):
     assert launcher.ran[-4:] == ["bwd_preprocess", *main, "bwd_nonfinite"]
 
 
-@pytest.mark.parametrize("given", [{"dtype": np.float32}, {"dim": 264}], ids=str)
+@pytest.mark.parametrize("given", [{"dtype": np.float64}, {"dim": 264}], ids=str)
 def test_what_no_kernel_does_goes_to_cublas(host, cupy, monkeypatch, given):
     """With its dropout."""
     from fa_cupy.gpu import attention
@@ -193,6 +193,22 @@ def test_packed_sequences(host, cupy, launcher, where):
     compare(found, q, k, v, dout, None, mask, **options)
     assert launcher.ran.count("fwd_sm90") == (1 if mask is None else 2)
     assert ("row_intervals" in launcher.ran) == (mask is None)
+
+
+@pytest.mark.parametrize("where", ["dense", "lengths", "offsets"])
+def test_float32_forward(host, cupy, launcher, where):
+    from fa_cupy.gpu import attention
+
+    q, k, v, _ = arrays(np.float32, 32)
+    more = {"lengths": {"k_lengths": np.array([9, 120])}, "offsets": OFFSETS}.get(where, {})
+    problem = attention_problem.attention_problem(
+        q, k, v, None, None, dropout=Dropout(0.3, 1), **more, **BAND
+    )
+    named = {"lengths": more.get("k_lengths")} if where == "lengths" else more
+    keys = KeyArrays(**{x: on_device(y)[0] for x, y in named.items()}) if more else None
+    found = attention.attention(problem, *on_device(q, k, v), None, None, None, True, keys=keys)
+    compare([bare(x) for x in found], q, k, v, None, **more, **BAND)
+    assert launcher.ran[-1] == "fwd_fp32"
 
 
 def test_device_offsets_and_a_mask_go_to_cublas(host, cupy, monkeypatch):
