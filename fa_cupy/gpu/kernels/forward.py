@@ -164,8 +164,9 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
     if found is None:
         return None
-    found = found.for_sequences(problem.offsets is not None)
-    return found.for_dropout(problem.dropout is not None)
+    if problem.offsets is not None:
+        found = found.for_sequences(True)
+    return found if problem.dropout is None else found.for_dropout(True)
 
 
 def takes_dropout(problem: Problem) -> bool:
