@@ -129,8 +129,7 @@ def attention(
     dropout : float, optional
         The probability that a weight is dropped: its product with the value of the key is left out,
         and the others are multiplied by ``1 / (1 - dropout)``. The log-sum-exp is that of all
-        scores. On a GPU only for 16 bits, up to 256 dims, and no lengths, pages, offsets or sparse
-        bias.
+        scores. On a GPU not together with a sparse bias.
     seed : int or array of one integer, optional
         Which weights these are, as `dropout_mask` returns them: from 0 to 2**64 - 1. `dropout`
         needs it. An array is read by each call; one on the GPU, of 64 bits, by each run of a graph
@@ -158,8 +157,7 @@ def attention(
         then. In a capture mode other than "relaxed" the first call with a `BitMask` raises it too,
         because it takes memory from the driver, and the capture ends. Outside of a capture, for a
         sparse `bias` on a GPU in float64 or with dims above 256, for a `score` with `i` or `j` and
-        offsets on a GPU, and for `dropout` on a GPU in float32 and float64, with dims above 256,
-        lengths, pages, offsets or a sparse `bias`.
+        offsets on a GPU, and for `dropout` with a sparse `bias` on a GPU.
 
     See Also
     --------
@@ -471,7 +469,7 @@ def attention_backward(
         Those of that call. There are no gradients for calls with a `page_table`.
     dropout : float, optional
     seed : int or array of one integer, optional
-        Those of that call. On a GPU as there, and also without gradients of a `score`.
+        Those of that call.
 
     Returns
     -------

@@ -251,9 +251,21 @@ FA_DEVICE void make_kept_words(Consumer c, const QueryTile& tile, int countdown)
   const int place = thread_in_group(), q_stage = tile.q_pipe.index();
   const int query = (kSparse ? c.shared.tile_info[q_stage].tile : band_tile(c, countdown)) * kTileM;
   const int pair = place % kMmaM * 4 + place / kMmaM % 4;
+#if FA_PACKED
+  const DropoutEntry entry = c.shared.dropout_entry[q_stage];
+  const int key = c.work.tile * kTileN + 64 * c.group + place / (4 * kMmaM) * 2;
+  uint32 word = 0;
+#pragma unroll 1
+  for (int i = 1; i >= 0; --i) {
+    const uint32 half =
+        kept_bits_from<64>(c.params.common.dropout, entry, query + 2 * pair + i, key);
+    word = word << 16 | (half & 0xFFFFu);
+  }
+#else
   const uint32 word =
       kept_bits<1, 1>(c.params.common.dropout, c.shared.dropout_entry[q_stage], query + 2 * pair,
                       (c.work.tile * kTileN + 64 * c.group) / kDropoutGroup, place / (4 * kMmaM));
+#endif
   bar_sync(1 + c.group, 128);  // all have read the words of the tile before
   c.shared.kept[c.group][place] = word;
 #endif

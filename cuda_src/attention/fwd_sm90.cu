@@ -739,7 +739,7 @@ FA_DEVICE void make_kept_bits(const Consumer& c, const Pipelines& at, const Grou
   key_tile = c.shared.tile[at.k.index()] / 2;
 #endif
   make_kept_bits<kCols>(c.params.common.dropout, c.shared.work[at.work.index()].dropout,
-                        lane_row(c, at, own), key_tile * kTileN, kept);
+                        lane_row(c, at, own), first_col(c, at, key_tile), kept);
   for (uint32& word : kept[0]) word = opaque(word);  // or ptxas serialises products (C7511)
 #endif
 }

@@ -279,8 +279,8 @@ def attention(
     lse : cupy.ndarray or None
     """
     device = runtime.getDevice()
-    if problem.dropout is not None:
-        _check_dropout(problem, bias, mask, device)
+    if problem.dropout is not None and problem.dropout.on_device:
+        require_whole_elements(seed=problem.dropout.seed)
     if isinstance(bias, SparseBias):
         return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())
@@ -316,20 +316,6 @@ def attention(
     with workspace.results():
         call = _call_for(problem, strides, device, counts, bias)
         return call(q, k, v, bias, mask, out, lse, sinks, score, given, _seed(problem))
-
-
-def _check_dropout(problem: Problem, bias: Any, mask: Any, device: int) -> None:
-    """Raise unless a kernel with dropout serves a call."""
-    assert problem.dropout is not None
-    if problem.dropout.on_device:
-        require_whole_elements(seed=problem.dropout.seed)
-    whole = not isinstance(bias, SparseBias) and not isinstance(mask, tuple)
-    if not (whole and _served(problem, device, None)):
-        raise NotImplementedError(
-            f"{_NAME}: dropout is {problem.dropout.p:g}, and no kernel on a GPU serves this call, "
-            "want float16 or bfloat16, dims up to 256, and no lengths, pages, offsets or sparse "
-            "bias (or arrays on the CPU)"
-        )
 
 
 def _seed(problem: Problem) -> int | None:

@@ -221,8 +221,8 @@ def backward(
     the key lengths or the offsets, and `on_host` the same, if they were given in the memory of the
     host; the mask may then be a tuple of a BitMask for each sequence.
     """
-    if problem.dropout is not None:
-        return _with_dropout(problem, inputs, results, need, empty, sinks, score, keys)
+    if problem.dropout is not None and problem.dropout.on_device:
+        require_whole_elements(_NAME, seed=problem.dropout.seed)
     if isinstance(inputs[3], SparseBias):
         return _over_pairs(problem, inputs, results, need, empty, sinks, score)
     of_score = {} if score is None else dict(score.named())
@@ -245,35 +245,6 @@ def backward(
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
-
-
-def _with_dropout(
-    problem: Problem,
-    inputs: tuple[Any, ...],
-    results: tuple[Any, ...],
-    need: tuple[str, ...],
-    empty: Callable[..., Any],
-    sinks: Any,
-    score: Operands | None,
-    keys: KeyArrays | None,
-) -> dict[str, Any]:
-    """Do as `backward` by kernels; raise where none has a build with dropout."""
-    found, dropout = None, problem.dropout
-    assert dropout is not None
-    if dropout.on_device:
-        require_whole_elements(_NAME, seed=dropout.seed)
-    if keys is None and not isinstance(inputs[3], SparseBias) and not isinstance(inputs[4], tuple):
-        of_score = {} if score is None else dict(score.named())
-        named = _named(inputs, results)
-        require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
-        found = by_kernels(problem, inputs, results, need, empty, sinks, score)
-    if found is None:
-        raise NotImplementedError(
-            f"{_NAME}: dropout is {dropout.p:g}, and no kernel on a GPU serves this call, "
-            "want float16 or bfloat16, dims that are multiples of 8 up to 256, and no lengths, "
-            "offsets, sparse bias or gradient of a score (or arrays on the CPU)"
-        )
-    return found
 
 
 def _on_products(problem: Problem, of_bias: bool) -> bool:
@@ -358,7 +329,7 @@ def _with_lengths(
         found = by_kernels(problem, inputs, results, need, empty, sinks, score, (keys.lengths,))
         if found is not None:
             return found
-    if problem.band_from_end and score is None:
+    if problem.band_from_end and score is None and problem.dropout is None:
         grads = _by_folding(problem, inputs, results, need, empty, sinks, keys)
         if grads is not None:
             return grads
@@ -514,6 +485,8 @@ def _form(
     None where they do not compute what is asked for.
     """
     if any(name.startswith("score.") for name in need):
+        return None
+    if problem.dropout is not None and problem.dropout.placed:
         return None
     built_in = None if score is None else with_built_in(problem, score)
     if built_in is not None:

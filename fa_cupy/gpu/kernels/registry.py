@@ -18,6 +18,7 @@ from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.forward import FP64_VARIANTS, VARIANTS
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
+from fa_cupy.gpu.kernels.mask import dropout_mask
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES
 from fa_cupy.gpu.kernels.mask.transpose_words import TRANSPOSE
 from fa_cupy.gpu.kernels.score import ScoreMod
@@ -33,6 +34,10 @@ SCORE_EXAMPLES = (
 )
 #: Those that make tables of masks.
 MASKS: tuple[Variant, ...] = (TABLES, TRANSPOSE)
+#: Those that write the decisions of dropout, of dense calls and of packed sequences.
+DECISIONS: tuple[Variant, ...] = (
+    dropout_mask.VARIANT, dropout_mask.VARIANT.for_sequences(True),
+)  # fmt: skip
 #: Those that read the pairs of masks one by one.
 PAIRS: tuple[PairVariant, ...] = (
     *fwd_pairs.VARIANTS, *bwd_dq_pairs.VARIANTS, *bwd_dkdv_pairs.VARIANTS,
@@ -118,13 +123,18 @@ SPLIT: tuple[Variant, ...] = (
     *fwd_join_splits.VARIANTS,
 )
 #: Builds of attention and its gradients that drop weights.
-DROPOUT: tuple[Variant, ...] = tuple(
-    row.for_dropout(True)
-    for row in (*VARIANTS, *attention_backward.WITH_DROPOUT)
-    if row.dtype == "bfloat16" and not row.sparse
+DROPOUT: tuple[Variant, ...] = (
+    *(
+        row.for_sequences(packed).for_dropout(True)
+        for packed in (False, True)
+        for row in (*VARIANTS, *attention_backward.WITH_DROPOUT)
+        if not row.sparse
+        and (row.dtype == "bfloat16" or (row.dtype == "float32" and row.dim in (64, 256)))
+    ),
+    row_intervals.VARIANT.for_dropout(True),
 )
 ROWS: tuple[Variant, ...] = (
     *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *OF_PAIRS, *GRADIENTS,
     *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *LENGTHS,
-    *SPLIT, *DROPOUT,
+    *SPLIT, *DROPOUT, *DECISIONS,
 )  # fmt: skip
