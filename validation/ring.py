@@ -356,8 +356,9 @@ def main(argv: list[str]) -> int:
 
     size = args.gpus or cupy.cuda.runtime.getDeviceCount()
     some = list(cases(args.tokens, args.products))
-    found = list(rows(some, size, args.ways))
-    if not args.no_write:
-        path = store.RESULTS / f"ring-{store.slug(store.header('gpu')['device'])}.json"
-        store.merge(path, store.header("gpu"), found)
+    facts = store.header("gpu")
+    path = store.RESULTS / f"ring-{store.slug(facts['device'])}.json"
+    for found in rows(some, size, args.ways):  # each is kept, should a later one fail
+        if not args.no_write:
+            store.merge(path, facts, [found])
     return 0
