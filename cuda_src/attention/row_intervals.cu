@@ -65,7 +65,6 @@ struct RowRange {
 struct Sequence {
   RowRange q, k;
   bool is_valid;
-  int number;  // any, of an empty one
 };
 
 // Whether an offset is smaller than the one before it or out of range.
@@ -110,13 +109,13 @@ FA_DEVICE Sequence sequence_in_order(const OffsetArray& q, const OffsetArray& k,
                                      const OffsetArray& own, int row) {
   const int found = count_up_to(own, sequences, row);  // this one's end
   const int begin = max(found - 1, 0), end = min(found, sequences);
-  return {{q.at(begin), q.at(end)}, {k.at(begin), k.at(end)}, true, begin};
+  return {{q.at(begin), q.at(end)}, {k.at(begin), k.at(end)}, true};
 }
 
 // The same of offsets in any order, one after the other.
 FA_DEVICE Sequence sequence_in_disorder(const OffsetArray& q, const OffsetArray& k, int sequences,
                                         bool of_key, int row) {
-  Sequence found = {{0, 0}, {0, 0}, true, 0};
+  Sequence found = {{0, 0}, {0, 0}, true};
   bool is_valid = true;  // the offsets at which the sequence begins
 #pragma unroll 1
   for (int i = 0; i <= sequences; ++i) {
@@ -126,12 +125,11 @@ FA_DEVICE Sequence sequence_in_disorder(const OffsetArray& q, const OffsetArray&
     const bool is_valid_end = q_offset == q_end && k_offset == k_end;
     found = {{i > 0 ? found.q.end : q_end, q_end},
              {i > 0 ? found.k.end : k_end, k_end},
-             i == 0 || (is_valid && is_valid_end),
-             i - 1};
+             i == 0 || (is_valid && is_valid_end)};
     is_valid = is_valid_end;
     if ((of_key ? k_end : q_end) > row) return found;
   }
-  return {{found.q.end, found.q.end}, {found.k.end, found.k.end}, true, 0};
+  return {{found.q.end, found.q.end}, {found.k.end, found.k.end}, true};
 }
 
 // The numbers from first to last, counted from `begin`, that are in a range; of nothing, where its
@@ -149,19 +147,13 @@ struct PackedSequences {
   bool in_order;
 };
 
-// The sequence of a row, or of a key.
-template <bool kOfKey>
-FA_DEVICE Sequence sequence_of(const PackedSequences& x, int own) {
-  const int sequences = x.params.sequences;
-  return x.in_order ? sequence_in_order(x.q, x.k, sequences, kOfKey ? x.k : x.q, own)
-                    : sequence_in_disorder(x.q, x.k, sequences, kOfKey, own);
-}
-
 // The interval of a row, or of a key.
 template <bool kOfKey>
 FA_DEVICE Interval interval_of(const PackedSequences& x, int own) {
   const RowIntervalsParams& params = x.params;
-  const Sequence sequence = sequence_of<kOfKey>(x, own);
+  const Sequence sequence =
+      x.in_order ? sequence_in_order(x.q, x.k, params.sequences, kOfKey ? x.k : x.q, own)
+                 : sequence_in_disorder(x.q, x.k, params.sequences, kOfKey, own);
   const RowRange& own_range = kOfKey ? sequence.k : sequence.q;
   const RowRange& other_range = kOfKey ? sequence.q : sequence.k;
   // Empty: at the beginning of the sequence before it, at its end behind it.
@@ -178,6 +170,25 @@ FA_DEVICE Interval interval_of(const PackedSequences& x, int own) {
   return kOfKey ? clipped(other_range, place - upper, place - lower)
                 : clipped(other_range, place + lower, place + upper);
 }
+
+#if FA_DROPOUT
+// Where a row is; of one that is in no sequence any place.
+FA_DEVICE RowPlace place_of(const PackedSequences& x, int row) {
+  const int sequences = x.params.sequences;
+  if (x.in_order) {
+    const int number = max(count_up_to(x.q, sequences, row) - 1, 0);
+    return {number, x.q.at(number), x.k.at(number), 0};
+  }
+  RowPlace found = {-1, 0, 0, 0};
+#pragma unroll 1
+  for (int i = 0; i <= sequences; ++i) {
+    const int q_end = max(found.first_row, min(x.q.at(i), x.q.len));
+    if (q_end > row) break;
+    found = {i, q_end, max(found.first_key, min(x.k.at(i), x.k.len)), 0};
+  }
+  return found;
+}
+#endif
 
 // ------------------------------------------------------------------------------------------- tiles
 // The keys that the rows of a tile see: from the first one's to the last one's.
@@ -278,8 +289,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (part == 2 && own < params.q_len + kIntervalPadding) {
     params.keys_of_row[own] = interval_of<false>(x, own);
 #if FA_DROPOUT
-    const Sequence sequence = sequence_of<false>(x, own);
-    params.places[own] = {sequence.number, sequence.q.begin, sequence.k.begin, 0};
+    params.places[own] = place_of(x, own);
 #endif
   }
   if (part == 3 && own < params.k_len + kIntervalPadding) {

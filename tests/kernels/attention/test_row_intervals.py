@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy.core import attention_problem
+from fa_cupy.dropout.arguments import Dropout
 from fa_cupy.gpu.kernels.attention.row_intervals import (
     CACHED_TILES,
     OFFSETS,
@@ -14,6 +15,8 @@ from fa_cupy.gpu.kernels.attention.row_intervals import (
     intervals,
 )
 from fa_cupy.gpu.plan import Plan, workspace_of
+from fa_cupy.keys import offsets as key_offsets
+from fa_cupy.keys.layout import KeyArrays
 from tests.support import packed_sequences
 from tests.support.every_run import examples
 from validation.emulator.launcher import EmulatorLauncher
@@ -138,3 +141,28 @@ def test_offsets_of_any_numbers(data, band):
     check_intervals(parts["keys_of_row"], seen)
     check_intervals(parts["rows_of_key"], seen.T)
     check_tiles(parts, seen, 64, 128)
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 3, 70, 191], [5, 70, 60, 150, 200, 900], [7]], ids=str)
+def test_places_of_rows(offsets):
+    """With dropout also where each row is; in a sequence that is not valid anywhere."""
+    q, k = np.zeros((1, 210, 8), np.float16), np.zeros((1, 250, 8), np.float16)
+    both = [np.array(offsets), np.array(offsets) + 11]
+    given = dict(zip(OFFSETS, both, strict=True))
+    problem = attention_problem.attention_problem(
+        q, k, k, None, None, dropout=Dropout(0.3, 1), **given
+    )
+    found = intervals(problem, 64, 64, [])
+    space = workspace_of(found.sizes)
+    memory = np.full(space.nbytes // 4, 0x5A5A5A5A, np.int32)
+    plan = Plan([found.step], OFFSETS, EmulatorLauncher(), space)
+    plan.run(tuple(x.ctypes.data for x in both), memory.ctypes.data)
+    begin = space.places["places"] // 4
+    places = memory[begin : begin + 4 * 210].reshape(-1, 4)
+    keys = KeyArrays(**given)
+    seen = packed_sequences.visible(*both, (210, 250)).any(axis=-1)
+    np.testing.assert_array_equal(places[seen], key_offsets.places(np, problem, keys)[seen])
+    for s, (rows, own, is_valid) in enumerate(packed_sequences.ranges(*both, (210, 250))):
+        if is_valid and rows.stop > rows.start:
+            want = np.broadcast_to([s, rows.start, own.start, 0], places[rows].shape)
+            np.testing.assert_array_equal(places[rows], want)
