@@ -79,7 +79,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 html_show_sourcelink = False
 
-autodoc_mock_imports = ["torch", "jax"]  # which the adapters import, and pages do without
+autodoc_mock_imports = ["torch", "jax", "dask"]  # which the adapters import, and pages do without
 autodoc_typehints = "none"  # the numpydoc sections say it in words
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False

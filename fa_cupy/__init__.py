@@ -50,11 +50,14 @@ __all__ = [
 
 # Imported when they are first asked for: what they need takes long to import, or is not installed.
 _LATE = {
-    "jax": "jax", "layouts": None, "plot": None, "reference": None, "torch": "torch",
+    "dask": "dask", "distributed": None, "jax": "jax", "layouts": None, "plot": None,
+    "reference": None, "torch": "torch",
 }  # fmt: skip
 
 if _typing.TYPE_CHECKING:
     __version__: str
+    from fa_cupy import dask as dask
+    from fa_cupy import distributed as distributed
     from fa_cupy import jax as jax
     from fa_cupy import layouts as layouts
     from fa_cupy import plot as plot

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar, overload
 
+from fa_cupy import dask as dask
+from fa_cupy import distributed as distributed
 from fa_cupy import jax as jax
 from fa_cupy import layouts as layouts
 from fa_cupy import plot as plot

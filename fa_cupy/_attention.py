@@ -129,8 +129,7 @@ def attention(
     dropout : float, optional
         The probability that a weight is dropped: its product with the value of the key is left out,
         and the others are multiplied by ``1 / (1 - dropout)``. The log-sum-exp is that of all
-        scores. On a GPU only for 16 bits, up to 256 dims, and no lengths, pages, offsets or sparse
-        bias.
+        scores. On a GPU not together with a sparse bias.
     seed : int or array of one integer, optional
         Which weights these are, as `dropout_mask` returns them: from 0 to 2**64 - 1. `dropout`
         needs it. An array is read by each call; one on the GPU, of 64 bits, by each run of a graph
@@ -158,8 +157,7 @@ def attention(
         then. In a capture mode other than "relaxed" the first call with a `BitMask` raises it too,
         because it takes memory from the driver, and the capture ends. Outside of a capture, for a
         sparse `bias` on a GPU in float64 or with dims above 256, for a `score` with `i` or `j` and
-        offsets on a GPU, and for `dropout` on a GPU in float32 and float64, with dims above 256,
-        lengths, pages, offsets or a sparse `bias`.
+        offsets on a GPU, and for `dropout` with a sparse `bias` on a GPU.
 
     See Also
     --------
@@ -471,7 +469,7 @@ def attention_backward(
         Those of that call. There are no gradients for calls with a `page_table`.
     dropout : float, optional
     seed : int or array of one integer, optional
-        Those of that call. On a GPU as there, and also without gradients of a `score`.
+        Those of that call.
 
     Returns
     -------
@@ -626,7 +624,7 @@ def _solve_backward(
         **options, **where.options,
     )  # fmt: skip
     where.check(problem)
-    wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
+    wanted = gradients_wanted(name, need, of_score, bias=bias, sinks=sinks)
     extra = dispatch.score_for(name, operands, wanted)
     backend = dispatch.backend_of(native, "attention_backward")
     if inputs[0] is q:  # an array of NumPy or CuPy itself
@@ -639,7 +637,9 @@ def _solve_backward(
         return tuple(x if is_sparse(x) else native.give_back(x) for x in map(found.get, wanted))
 
 
-def _wanted(name: str, need: Any, of_score: Iterable[str], **optional: Any) -> tuple[str, ...]:
+def gradients_wanted(
+    name: str, need: Any, of_score: Iterable[str], **optional: Any
+) -> tuple[str, ...]:
     """Return the arguments whose gradients are wanted, given those that may be None."""
     there = [arg for arg in _NEED if optional.get(arg, name) is not None]
     if need is None:
@@ -732,11 +732,13 @@ def _merge(xp: Any, outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
             top = xp.maximum(top, lse)
         top = xp.where(xp.isneginf(top), real(0), top)
         total = xp.zeros_like(top)
+        for lse in lses:
+            total += xp.exp(lse - top)
+        # Weights are divided before they meet values, whose sum could leave the range of floats.
+        divisor = xp.where(total == 0, real(1), total)
         weighted = xp.zeros_like(outs[0], dtype=real)
         for out, lse in zip(outs, lses, strict=True):
-            weight = xp.exp(lse - top)
-            total += weight
+            weight = (xp.exp(lse - top) / divisor)[..., None]
             empty = xp.isneginf(lse)[..., None]
-            weighted += xp.where(empty, real(0), weight[..., None] * out.astype(real))
-        weighted /= xp.where(total == 0, real(1), total)[..., None]
+            weighted += xp.where(empty, real(0), weight * out.astype(real))
         return weighted.astype(outs[0].dtype), top + xp.log(total)

@@ -13,6 +13,7 @@ COMMANDS = {
     "memory": ("validation.memory", "peak memory of a long sequence"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
     "dropout": ("validation.dropout", "statistics of the decisions of dropout"),
+    "ring": ("validation.ring", "several GPUs, compared with one and with a model"),
     "readme": ("validation.readme", "the README's table, from the results"),
     "turns": ("validation.turns", "gradients with a pause in the order of dQ"),
     "sass": ("validation.sass", "hashes of the kernels' machine code, compared with a table"),

@@ -28,6 +28,7 @@ from typing import Any
 from validation import (
     attention_calls,
     backward_calls,
+    dropout_calls,
     keyed_calls,
     packed_calls,
     pair_calls,
@@ -42,6 +43,7 @@ _SHARES = {
     "attention_keys": (keyed_calls.run, 2),
     "attention_pairs": (pair_calls.run, 2),
     "packed_sequences": (packed_calls.run, 10),
+    "dropout": (dropout_calls.run, 3),
     "causal_product": (product_calls.run, 9),
 }
 # By name, what makes its calls on a target and counts them.

@@ -60,9 +60,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (lane == 0 && row < p.q_len) {
       const int64 lse_index = entry * p.q_len + row;
       lse_in[i] = p.lse[lse_index];
-      if (is_invalid_row(p, row)) lse_in[i] = -FA_INFINITY;  // it is a NaN, as is the output
       if (params.dlse != nullptr) dlse_in[i] = params.dlse[lse_index];
     }
+  }
+  // Looked at between the loads above, marks of rows would be waited for before the next ones are
+  // asked for.
+  bool is_invalid[kUnroll];
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    const int row = first + i * rows_per_pass;
+    is_invalid[i] = kPacked && lane == 0 && row < p.q_len && is_invalid_row(p, row);
   }
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
@@ -84,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int row = first + i * rows_per_pass;
     if (lane != 0 || row >= params.entry_rows) continue;
     float lse = FA_INFINITY, delta = 0.0f;
-    if (lse_in[i] != -FA_INFINITY) {
+    if (lse_in[i] != -FA_INFINITY && !is_invalid[i]) {  // it is a NaN then, as is the output
       lse = lse_or_marker(lse_in[i]);
       delta = sum - dlse_in[i];
     }

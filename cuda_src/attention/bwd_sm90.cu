@@ -251,9 +251,21 @@ FA_DEVICE void make_kept_words(Consumer c, const QueryTile& tile, int countdown)
   const int place = thread_in_group(), q_stage = tile.q_pipe.index();
   const int query = (kSparse ? c.shared.tile_info[q_stage].tile : band_tile(c, countdown)) * kTileM;
   const int pair = place % kMmaM * 4 + place / kMmaM % 4;
+#if FA_PACKED
+  const DropoutEntry entry = c.shared.dropout_entry[q_stage];
+  const int key = c.work.tile * kTileN + 64 * c.group + place / (4 * kMmaM) * 2;
+  uint32 word = 0;
+#pragma unroll 1
+  for (int i = 1; i >= 0; --i) {
+    const uint32 half =
+        kept_bits_from<64>(c.params.common.dropout, entry, query + 2 * pair + i, key);
+    word = word << 16 | (half & 0xFFFFu);
+  }
+#else
   const uint32 word =
       kept_bits<1, 1>(c.params.common.dropout, c.shared.dropout_entry[q_stage], query + 2 * pair,
                       (c.work.tile * kTileN + 64 * c.group) / kDropoutGroup, place / (4 * kMmaM));
+#endif
   bar_sync(1 + c.group, 128);  // all have read the words of the tile before
   c.shared.kept[c.group][place] = word;
 #endif
@@ -303,33 +315,29 @@ FA_DEVICE float2 row_pair(const Prefetched& prefetched, const float* from, int j
 // The operands of a tile's scores, where there are registers to load them beside products.
 using Operands = OperandTile<true, kMmaM>;
 constexpr bool kPrefetchOperands = kHasOperands && sizeof(Operands) <= 16 * sizeof(uint32);
+// Others are read from the stage so many columns of the accumulators at a time.
+constexpr int kStagedColumns = 4;
 
 // A template, for other builds have no stage.
 template <typename Shared>
-FA_DEVICE uint32 bias_stage(const Shared& shared, int group) {
-  return cvta_to_shared(shared.bias[4 * group + warp_row() / 16]);
-}
-
-// Whether the bias of a tile is in the stage; rows that are not aligned are loaded to registers.
-FA_DEVICE bool is_staged(Consumer c, const QueryTile& tile) {
-  return kStageBias &&
-         has_aligned_rows(c.params.common, c.shared.operands_offset[tile.q_pipe.index()]);
+FA_DEVICE const uint8* bias_stage(const Shared& shared, int group) {
+  return shared.bias[4 * group + warp_row() / 16];
 }
 
 // Starts to copy the bias of a tile, whose rows of Q have landed, while its first product runs.
 FA_DEVICE void stage_operands(Consumer c, const QueryTile& tile, int countdown) {
   if constexpr (kStageBias) {
     stage_bias<kTileM, 16>(c.params.common, c.shared.operands_offset[tile.q_pipe.index()],
-                           bias_stage(c.shared, c.group), band_tile(c, countdown) * kTileM,
+                           cvta_to_shared(bias_stage(c.shared, c.group)),
+                           band_tile(c, countdown) * kTileM,
                            c.work.tile * kTileN + 64 * c.group + warp_row());
   }
 }
 
 FA_DEVICE void prefetch_operands(Operands& operands, Consumer c, const QueryTile& tile,
                                  int countdown) {
-  if constexpr (kPrefetchOperands) {
+  if constexpr (kPrefetchOperands && !kStageBias) {
     const int q_stage = tile.q_pipe.index();
-    if (is_staged(c, tile)) return;
     operands.load(c.params.common, c.shared.operands_offset[q_stage], own_key(c),
                   first_query(c, q_stage, countdown));
   }
@@ -341,6 +349,13 @@ FA_DEVICE void for_each_operands_part(Consumer c, const QueryTile& tile, int cou
                                       const Operands& operands, F f) {
   if constexpr (kPrefetchOperands || !kHasOperands) {
     f(0, Constant<kMmaM>(), operands);
+  } else if constexpr (kStageBias) {
+#pragma unroll
+    for (int j = 0; j < kMmaM; j += kStagedColumns) {
+      OperandTile<true, kStagedColumns> part;
+      read_staged_bias_of_keys_fp32(part, bias_stage(c.shared, c.group), j);
+      f(j, Constant<kStagedColumns>(), part);
+    }
   } else {
     const int q_stage = tile.q_pipe.index();
     for_each_operands_part<true, kMmaM>(c.params.common, c.shared.operands_offset[q_stage],
@@ -445,10 +460,10 @@ FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer 
                                 Operands& operands, uint32 (&visible_bits)[2], bool& needs_mask) {
   Prefetched prefetched;
   prefetch_rows(prefetched, &rows->x);
-  if (is_staged(c, tile)) {
-    if constexpr (kStageBias) {
-      wait_for_staged_bias<0>();
-      read_staged_bias_of_keys<kTileM, 16>(operands, bias_stage(c.shared, c.group));
+  if constexpr (kStageBias) {
+    wait_for_staged_bias<0>();
+    if constexpr (kPrefetchOperands) {
+      read_staged_bias_of_keys<kTileM, 16>(operands, cvta_to_shared(bias_stage(c.shared, c.group)));
       __syncwarp();  // the stage may be written again
     }
   }
@@ -470,6 +485,7 @@ FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer 
     }
     compute_p(s, c, prefetched, &rows->x, countdown, visible_bits, needs_mask);
   }
+  if constexpr (kStageBias && !kPrefetchOperands) __syncwarp();  // likewise
   prefetch_rows(prefetched, &rows->z);
   if constexpr (kDropout) bar_sync(1 + c.group, 128);  // its words are there
   wgmma_wait_group<kLater>();                          // dP^T

@@ -47,11 +47,16 @@ constexpr int kDqTileM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a til
 // there: then the first of them need not be waited for (they took 9% of the time).  Larger tiles
 // leave no registers for them.
 constexpr int kPrefetchedLse = kTileM <= 64 ? 4 : 0;
-// A bias of pairs in 16 bits comes by way of shared memory where that has room for it.  As it lies
-// in global memory, a thread's keys and queries are rows and columns the wrong way round, and it
-// would load each element by itself.
-constexpr bool kStageBias =
-    kBiasIs16Bit && kBiasAxes == kBiasOfPair && !kSparse && kBlocks == 1 && kTileM <= 64;
+// A bias of pairs comes by way of shared memory (staged_bias.cuh) where its rows can be copied.  As
+// it lies in global memory, a thread's keys and queries are rows and columns the wrong way round,
+// and it would load each element by itself.
+#ifndef FA_STAGE_BIAS
+#define FA_STAGE_BIAS 0
+#endif
+constexpr bool kStageBias = FA_STAGE_BIAS;
+constexpr int kBiasStageBytes = kTileM * 16 * (kBiasIs16Bit ? 2 : 4);  // of a warp: its 16 keys
+static_assert(!kStageBias || (kBiasAxes == kBiasOfPair && kBiasKind != kFloat64 && !kSparse),
+              "there is a tile of a bias to be staged");
 // Blocks of keys that are at work together without a mask come to a tile of queries one after the
 // other, so that one of them brings it into the L2 cache for all.  Under a mask each goes its own
 // way, and what they read and add to is too much for the cache: then the sums of dQ should stay,
@@ -95,7 +100,7 @@ template <bool kStaged>
 struct BiasStorage {};
 template <>
 struct BiasStorage<true> {
-  uint8 bias[4 * kGroups][kTileM * 16 * 2];  // of each warp that computes: its 16 keys
+  uint8 bias[4 * kGroups][kBiasStageBytes];  // of each warp that computes, of its next tile
 };
 struct SharedStorage : BiasStorage<kStageBias> {
   uint8 k[kKTileBytes];

@@ -57,6 +57,9 @@ struct SharedStorage {
   TileWork work;
   KeyTiles band;
   TileRange tiles;
+#if FA_DROPOUT
+  DropoutEntry dropout;
+#endif
 };
 struct SparseStorage : SharedStorage {  // only with a mask
   ListedRange listed;
@@ -103,6 +106,9 @@ FA_DEVICE void load_words(const AttentionParams& params, SparseStorage& shared, 
 FA_DEVICE void find_work(const AttentionParams& params, SparseStorage& shared) {
   if (threadIdx.x == 0) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
+#if FA_DROPOUT
+    shared.dropout = dropout_entry(params.dropout, shared.work.batch);
+#endif
     shared.band = key_tiles(params, shared.work.q_begin,
                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
     restrict_to_length(params, shared.work, shared.band, kTileN);
@@ -320,6 +326,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     check_range<50>(params, shared.q_factor + 16 * (tid_x_again() / 32), shared.k_factor, s, most,
                     rows, sums);
     exponentiate(s, sums, sums.max, {params.exp2_scale, params.exp2_scale});
+    if constexpr (kDropout) {
+      drop_weights(params, shared, s, work.q_begin + tid_x_again() / 32 * 16, key * kTileN);
+    }
 
     // The same for V, and every warp has left K.
     cp_async_wait_group<0>();

@@ -90,6 +90,9 @@ struct __align__(1024) SharedStorage {  // an atom of the swizzle is 1,024 bytes
   KeyTiles band;
   TileRange tiles;
   ListedRange listed;  // with a mask
+#if FA_DROPOUT
+  DropoutEntry dropout;
+#endif
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
@@ -99,6 +102,9 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with 
 FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
   if (threadIdx.x == 0) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
+#if FA_DROPOUT
+    shared.dropout = dropout_entry(params.dropout, shared.work.batch);
+#endif
     shared.band = key_tiles(params, shared.work.q_begin,
                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
     restrict_to_length(params, shared.work, shared.band, kTileN);
@@ -538,6 +544,9 @@ FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
       release(shared.k_empty[k_stage]);
       k_at.advance();
       exponentiate(s, sums, max, scale);
+      if constexpr (kDropout) {
+        drop_weights(p, shared, s, shared.work.q_begin + 16 * warp, key_tile * kTileN);
+      }
       wait(shared.v_full[v_stage], v_at.parity());
       int top[2];
       scale_weights(v, s, top);

@@ -526,9 +526,8 @@ FA_DEVICE void stage_next_bias(const Consumer& c, const Pipelines& at, const Gro
     if (own.tile + 1 >= own.keys.end) return;
     const auto& work = c.shared.work[at.work.index()];
     const int col = first_col(c, at, key_tile_at(work, own.tile + 1));
-    stage_bias<16, kTileN, !kReadBiasLate>(
-        c.params.common, c.shared.operands_offset[at.work.index()], bias_stage(c.shared, c.warp),
-        own.first_row + c.warp_row, col);
+    stage_bias<16, kTileN>(c.params.common, c.shared.operands_offset[at.work.index()],
+                           bias_stage(c.shared, c.warp), own.first_row + c.warp_row, col);
   }
 }
 
@@ -693,10 +692,8 @@ FA_DEVICE bool try_stale_max(const Consumer& c, const Pipelines& at, const Group
                              const OperandTile<false, kCols / 8>& operands, bool& near) {
   const AttentionParams& p = c.params.common;
   if constexpr (kScoreMod) {
-    const bool is_staged =
-        kReadBiasLate && has_aligned_rows(p, c.shared.operands_offset[at.work.index()]);
-    if (is_staged) {
-      if constexpr (kReadBiasLate) near = apply_staged_bias(p, c.shared, c.warp, s[0]);
+    if constexpr (kReadBiasLate) {
+      near = apply_staged_bias(p, c.shared, c.warp, s[0]);
     } else if constexpr (kHasOperands && !kPrefetchOperands) {
       near = load_and_apply_score_mod_of_near<false>(p, c.shared.operands_offset[at.work.index()],
                                                      s[0], lane_row(c, at, own),
@@ -742,7 +739,7 @@ FA_DEVICE void make_kept_bits(const Consumer& c, const Pipelines& at, const Grou
   key_tile = c.shared.tile[at.k.index()] / 2;
 #endif
   make_kept_bits<kCols>(c.params.common.dropout, c.shared.work[at.work.index()].dropout,
-                        lane_row(c, at, own), key_tile * kTileN, kept);
+                        lane_row(c, at, own), first_col(c, at, key_tile), kept);
   for (uint32& word : kept[0]) word = opaque(word);  // or ptxas serialises products (C7511)
 #endif
 }

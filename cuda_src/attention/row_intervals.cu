@@ -30,6 +30,9 @@ struct RowIntervalsParams {
   int tile_m, tile_n;
   int q_tiles, k_tiles;
   int blocks[4];  // for tiles of rows, tiles of keys, rows, keys: in this order
+#if FA_DROPOUT
+  RowPlace* places;  // of each row, as many as intervals
+#endif
 };
 static_assert(sizeof(RowIntervalsParams) == FA_ROW_INTERVALS_PARAMS_BYTES,
               "fa_cupy/gpu holds the same");
@@ -62,6 +65,7 @@ struct RowRange {
 struct Sequence {
   RowRange q, k;
   bool is_valid;
+  int number;  // any, of an empty one
 };
 
 // Whether an offset is smaller than the one before it or out of range.
@@ -106,13 +110,13 @@ FA_DEVICE Sequence sequence_in_order(const OffsetArray& q, const OffsetArray& k,
                                      const OffsetArray& own, int row) {
   const int found = count_up_to(own, sequences, row);  // this one's end
   const int begin = max(found - 1, 0), end = min(found, sequences);
-  return {{q.at(begin), q.at(end)}, {k.at(begin), k.at(end)}, true};
+  return {{q.at(begin), q.at(end)}, {k.at(begin), k.at(end)}, true, begin};
 }
 
 // The same of offsets in any order, one after the other.
 FA_DEVICE Sequence sequence_in_disorder(const OffsetArray& q, const OffsetArray& k, int sequences,
                                         bool of_key, int row) {
-  Sequence found = {{0, 0}, {0, 0}, true};
+  Sequence found = {{0, 0}, {0, 0}, true, 0};
   bool is_valid = true;  // the offsets at which the sequence begins
 #pragma unroll 1
   for (int i = 0; i <= sequences; ++i) {
@@ -122,11 +126,12 @@ FA_DEVICE Sequence sequence_in_disorder(const OffsetArray& q, const OffsetArray&
     const bool is_valid_end = q_offset == q_end && k_offset == k_end;
     found = {{i > 0 ? found.q.end : q_end, q_end},
              {i > 0 ? found.k.end : k_end, k_end},
-             i == 0 || (is_valid && is_valid_end)};
+             i == 0 || (is_valid && is_valid_end),
+             i - 1};
     is_valid = is_valid_end;
     if ((of_key ? k_end : q_end) > row) return found;
   }
-  return {{found.q.end, found.q.end}, {found.k.end, found.k.end}, true};
+  return {{found.q.end, found.q.end}, {found.k.end, found.k.end}, true, 0};
 }
 
 // The numbers from first to last, counted from `begin`, that are in a range; of nothing, where its
@@ -144,13 +149,19 @@ struct PackedSequences {
   bool in_order;
 };
 
+// The sequence of a row, or of a key.
+template <bool kOfKey>
+FA_DEVICE Sequence sequence_of(const PackedSequences& x, int own) {
+  const int sequences = x.params.sequences;
+  return x.in_order ? sequence_in_order(x.q, x.k, sequences, kOfKey ? x.k : x.q, own)
+                    : sequence_in_disorder(x.q, x.k, sequences, kOfKey, own);
+}
+
 // The interval of a row, or of a key.
 template <bool kOfKey>
 FA_DEVICE Interval interval_of(const PackedSequences& x, int own) {
   const RowIntervalsParams& params = x.params;
-  const Sequence sequence =
-      x.in_order ? sequence_in_order(x.q, x.k, params.sequences, kOfKey ? x.k : x.q, own)
-                 : sequence_in_disorder(x.q, x.k, params.sequences, kOfKey, own);
+  const Sequence sequence = sequence_of<kOfKey>(x, own);
   const RowRange& own_range = kOfKey ? sequence.k : sequence.q;
   const RowRange& other_range = kOfKey ? sequence.q : sequence.k;
   // Empty: at the beginning of the sequence before it, at its end behind it.
@@ -266,6 +277,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (part == 1) return write_key_tile(x, shared, own);
   if (part == 2 && own < params.q_len + kIntervalPadding) {
     params.keys_of_row[own] = interval_of<false>(x, own);
+#if FA_DROPOUT
+    const Sequence sequence = sequence_of<false>(x, own);
+    params.places[own] = {sequence.number, sequence.q.begin, sequence.k.begin, 0};
+#endif
   }
   if (part == 3 && own < params.k_len + kIntervalPadding) {
     params.rows_of_key[own] = interval_of<true>(x, own);

@@ -5,6 +5,7 @@
 // mask's words (block_lists.cuh): two counters make a word.  fa_cupy/dropout/decisions.py has the
 // same layout, and says why.
 #pragma once
+#include "cuda_src/common/packed.cuh"
 #include "ptx/special.cuh"
 #include "ptx/types.cuh"
 
@@ -14,6 +15,11 @@
 constexpr bool kDropout = FA_DROPOUT;
 constexpr int kDropoutGroup = 64;  // keys
 constexpr int kDropoutPlanes = 8;  // bits of a pair's own number
+
+// Where a query row of packed sequences is: rows and keys count from the beginning of its sequence.
+struct alignas(16) RowPlace {
+  int sequence, first_row, first_key, unused;
+};
 
 // fa_cupy/gpu/kernels/attention/attention_params.py holds the same fields in the same order.
 struct DropoutParams {
@@ -25,6 +31,10 @@ struct DropoutParams {
   float factor;                      // of what is kept
   float inverse_factor;
   int heads;  // entry = b * heads + h
+  // Sequence s of batch entry b counts as batch entry b * sequences + s; that of a launch, or 0
+  // where each row has its own.
+  int sequences, sequence;
+  const RowPlace* places;  // of each row, in builds for packed sequences
 };
 
 // What all counters of a batch entry have in common.
@@ -38,7 +48,7 @@ FA_DEVICE DropoutEntry dropout_entry(const DropoutParams& p, int64 batch) {
   const uint64 entry = p.first_entry + batch, b = entry / static_cast<uint32>(p.heads);
   return {{static_cast<uint32>(seed), static_cast<uint32>(seed >> 32)},
           static_cast<uint32>(entry - b * p.heads),
-          static_cast<uint32>(b)};
+          static_cast<uint32>(b) * p.sequences + p.sequence};
 }
 
 // Ten rounds on a counter, in place.
@@ -90,10 +100,55 @@ FA_DEVICE uint32 kept_bits(const DropoutParams& p, const DropoutEntry& entry, in
   return kept;
 }
 
+#if FA_PACKED
+// Decisions on key and the keys 8, 16, ... after it of a row, in every second bit; if key is even,
+// the others are those on the key after each.  Key and row count in their sequence.
+template <int kOctets>
+FA_DEVICE uint32 kept_octets(const DropoutParams& p, const DropoutEntry& entry, int row, int key) {
+  static_assert(kOctets <= 16, "two bits for each");
+  const int group = key >> 6, t = (key & 7) / 2;
+  uint64 bits = kept_bits<kOctets == 1 ? 1 : 2>(p, entry, row, group, t);
+  if constexpr (kOctets > 8) {
+    bits |= static_cast<uint64>(kept_bits<1>(p, entry, row, group + 2, t) & 0xFFFFu) << 32;
+  }
+  return static_cast<uint32>(bits >> ((key & 63) / 8 * 2 + (key & 1)));
+}
+
+// The same of rows and keys that count over all sequences.
+template <int kOctets>
+FA_DEVICE uint32 kept_octets_of(const DropoutParams& p, DropoutEntry entry, int row, int key) {
+  const RowPlace place = p.places[row];
+  entry.b += place.sequence;
+  return kept_octets<kOctets>(p, entry, row - place.first_row, key - place.first_key);
+}
+
+// Decisions on the kKeys keys of a tile that begins anywhere, as bits of a mask; `key` is the
+// thread's first one.  Of one that is odd in its sequence, the next one has another counter.
+template <int kKeys>
+FA_DEVICE uint32 kept_bits_from(const DropoutParams& p, DropoutEntry entry, int row, int key) {
+  const RowPlace place = p.places[row];
+  entry.b += place.sequence;
+  row -= place.first_row;
+  key -= place.first_key;
+  const int odd = key & 1;
+  uint32 kept = 0;
+#pragma unroll 1  // or there would be twice the code, for half of the rows
+  for (int i = odd; i >= 0; --i) {
+    const uint32 found = kept_octets<kKeys / 8>(p, entry, row, key + i);
+    kept = odd ? kept << 1 | (found & 0x55555555u) : found;
+  }
+  return kept;
+}
+#endif
+
 // Whether one pair is kept.  Rows that are computed again ask this of each pair.
 FA_DEVICE bool is_kept(const DropoutParams& p, const DropoutEntry& entry, int row, int key) {
+#if FA_PACKED
+  return (kept_octets_of<1>(p, entry, row, key) & 1) != 0;
+#else
   const uint32 bits = kept_bits<1>(p, entry, row, key / kDropoutGroup, key % 8 / 2);
   return (bits >> (key % kDropoutGroup / 8 * 2 + key % 2) & 1) != 0;
+#endif
 }
 
 // The decisions on a tile of keys, the first of which is a multiple of 16, for the rows first_row +
@@ -102,6 +157,17 @@ template <int kKeys, int kMmaM>
 FA_DEVICE void make_kept_bits(const DropoutParams& p, const DropoutEntry& entry, int first_row,
                               int first_key, uint32 (&kept)[kMmaM][2]) {
   static_assert(kKeys <= 96 || kKeys == 2 * kDropoutGroup, "two groups have the keys of a tile");
+#if FA_PACKED
+#pragma unroll 1
+  for (int row = 0; row < 2 * kMmaM; ++row) {
+    const uint32 word =
+        kept_bits_from<kKeys>(p, entry, first_row + 8 * row, first_key + tid_x_again() % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < 2 * kMmaM; ++i) {  // a number that is not known would be an address
+      if (i == row) kept[i / 2][i % 2] = word;
+    }
+  }
+#else
   constexpr int kGroups = kDropoutGroup % kKeys == 0 ? 1 : 2;
   const int skipped = first_key % kDropoutGroup / 4;
 #pragma unroll
@@ -113,6 +179,7 @@ FA_DEVICE void make_kept_bits(const DropoutParams& p, const DropoutEntry& entry,
                    skipped;
     }
   }
+#endif
 }
 
 // Makes 0 of the weights that are dropped, among those that a thread holds as accumulators of m16n8
@@ -142,9 +209,18 @@ template <int kMmaN, int kMmaM>
 FA_DEVICE void make_kept_bits_of_keys(const DropoutParams& p, const DropoutEntry& entry,
                                       int first_key, int first_query, uint32 (&kept)[kMmaM][2]) {
   static_assert(kDropoutGroup % (16 * kMmaM) == 0, "a warp's keys are of one group");
-  const int own = tid_x_again() / 4 % 2;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) kept[i][0] = kept[i][1] = 0;
+#if FA_PACKED  // where neighbouring queries may be of two sequences
+#pragma unroll 1
+  for (int j = 0; j < 2 * kMmaN; ++j) {
+    const uint32 bits =
+        kept_octets_of<2 * kMmaM>(p, entry, first_query + j / 2 * 8 + j % 2, first_key);
+#pragma unroll
+    for (int i = 0; i < 2 * kMmaM; ++i) kept[i / 2][i % 2] |= (bits >> 2 * i & 1) << j;
+  }
+#else
+  const int own = tid_x_again() / 4 % 2;
 #pragma unroll 1
   for (int j = 0; j < kMmaN; ++j) {
     const uint32 half = kept_bits<1>(p, entry, first_query + 8 * j + own, first_key / kDropoutGroup,
@@ -162,6 +238,7 @@ FA_DEVICE void make_kept_bits_of_keys(const DropoutParams& p, const DropoutEntry
       }
     }
   }
+#endif
 }
 
 // Multiplies gradients of weights by what the weights are multiplied by.

@@ -103,6 +103,19 @@ FA_DEVICE void check_range(const AttentionParams& params, const float* q_factor,
   }
 }
 
+// Makes 0 of the weights that are dropped, after they were added up.  first_row is the first of the
+// warp's rows, first_key that of the tile's keys.
+template <typename Shared, int kMmaN>
+FA_DEVICE void drop_weights(const AttentionParams& params, const Shared& shared,
+                            float (&s)[1][kMmaN][4], int first_row, int first_key) {
+#if FA_DROPOUT
+  uint32 kept[1][2];
+  make_kept_bits<8 * kMmaN>(params.dropout, shared.dropout, first_row + tid_x_again() % 32 / 4,
+                            first_key, kept);
+  drop_by_bits(s, kept);
+#endif
+}
+
 // The factor of a weight, of at most 1, before it is split: so that low parts of small weights are
 // normal numbers.
 constexpr int kWeightExponent = 14;
@@ -211,7 +224,8 @@ FA_DEVICE void write_out(const AttentionParams& params, const Rows& rows,
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (first_row + 8 * h >= params.q_len) continue;
-    const float inverse = inverse_sum(rows.softmax.row_sum[0][h]);
+    float inverse = inverse_sum(rows.softmax.row_sum[0][h]);
+    if constexpr (kDropout) inverse *= kept_factor(params);
     const int unit = rows.unit[h];
     const float half = clamped_power_of_two(unit / 2), rest = clamped_power_of_two(unit - unit / 2);
     float* to = out + static_cast<int64>(8 * h) * params.out_row + col;

@@ -23,6 +23,18 @@ struct BiasStage<kRows, kCols, 4> {
   }
 };
 
+// The same with 16 keys of a row, for threads that have keys as rows and queries as columns.  Two
+// rows are in 128 bytes, whose pairs of chunks change places with each pair of rows: of a warp that
+// reads 8 keys of every second row, each four rows lie in different banks.
+template <int kRows>
+struct BiasStage<kRows, 16, 4> {
+  using Element = uint32;
+  static __device__ __forceinline__ uint32 offset(int row, int chunk) {
+    const int pair = row / 2, place = (row % 2 * 4 + chunk) ^ (pair % 4 * 2);
+    return static_cast<uint32>(pair * 128 + (place << 4));
+  }
+};
+
 // Whether rows of the bias that begins at `offset` are aligned to 16 bytes.
 FA_DEVICE bool has_aligned_rows(const AttentionParams& p, int64 offset) {
   const uint64 first = reinterpret_cast<uint64>(p.bias) + offset * (kBiasIs16Bit ? 2 : 4);
@@ -31,13 +43,13 @@ FA_DEVICE bool has_aligned_rows(const AttentionParams& p, int64 offset) {
 
 // Starts to copy the bias of kRows queries and kCols keys to a warp's stage, as a group of
 // cp.async.  Of rows past the last one the last one is copied, of keys zeros.  Where rows are not
-// aligned nothing is copied, or all of it on return.
-template <int kRows, int kCols, bool kCopyUnaligned = false>
+// aligned nothing is copied.  Builds that are for aligned rows have this branch, too: without it
+// the copies are scheduled among products, and fwd_sm90 spills 20 bytes more at head_dim 128.
+template <int kRows, int kCols>
 FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, int row,
                           int first_col) {
   constexpr int kBytes = kBiasIs16Bit ? 2 : 4;
-  constexpr int kChunkCols = 16 / kBytes, kWordCols = 4 / kBytes;
-  constexpr int kChunks = kCols / kChunkCols, kWords = kCols / kWordCols;
+  constexpr int kChunkCols = 16 / kBytes, kChunks = kCols / kChunkCols;
   using Stage = BiasStage<kRows, kCols, kBytes>;
   using Element = typename Stage::Element;
   const Element* first = static_cast<const Element*>(p.bias) + offset;
@@ -51,18 +63,6 @@ FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, 
       const Element* from =
           first + min(row + own, p.q_len - 1) * p.bias_row + (bytes > 0 ? col : 0);
       cp_async_cg_16(stage + Stage::offset(own, chunk), from, bytes);
-    }
-  } else if constexpr (kCopyUnaligned) {
-#pragma unroll 1
-    for (int i = lane; i < kRows * kWords; i += 32) {
-      const int own = i / kWords, word = i % kWords, col = first_col + kWordCols * word;
-      const Element* from = first + min(row + own, p.q_len - 1) * p.bias_row;
-      uint32 bits = from[min(col, p.k_len - 1) * p.bias_col];
-      if constexpr (kBytes == 2) {
-        const uint32 high = from[min(col + 1, p.k_len - 1) * p.bias_col];
-        bits |= high << 16;
-      }
-      st_shared_b32(stage + Stage::offset(own, word / 4) + word % 4 * 4, bits);
     }
   }
   cp_async_commit_group();
@@ -125,5 +125,26 @@ FA_DEVICE void read_staged_bias_of_keys(Bias& bias, uint32 stage, int key = 0) {
     ldmatrix_x4_trans(found, address + j * 8 * Stage::kRowBytes);
 #pragma unroll
     for (int i = 0; i < 4; ++i) bias.bits[j + i / 2][i % 2][0] = found[i];
+  }
+}
+
+// The same of 32 bits, of a tile whose rows are 16 keys, and of queries from 8 * j on.
+template <typename Bias>
+FA_DEVICE void read_staged_bias_of_keys_fp32(Bias& bias, const uint8* stage, int j) {
+  using Stage = BiasStage<8, 16, 4>;
+  const int lane = static_cast<int>(opaque(threadIdx.x) % 32);
+  const uint32 first = Stage::offset(lane % 4 * 2, lane / 16) + lane / 4 % 4 * 4;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(bias.bits) / sizeof(bias.bits[0])); ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        // The other query is four chunks further, the other 8 keys two: bits that are 0 before
+        // chunks change places, which is a XOR as well.
+        const uint32 own = (first ^ (4 * e + 2 * h) << 4) + (j + i) * 8 * 64;
+        bias.bits[i][h][e] = *reinterpret_cast<const uint32*>(stage + own);
+      }
+    }
   }
 }

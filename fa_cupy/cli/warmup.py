@@ -32,8 +32,8 @@ from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.packed import other_rows
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
-from fa_cupy.gpu.kernels.registry import GRADIENTS, MASKS, PAIRS, SPLITKV
-from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.gpu.kernels.registry import DECISIONS, GRADIENTS, MASKS, PAIRS, SPLITKV
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
 
 # Which kernels a causal product gets depends on how many sequences there are and how long they are.
 _ENTRIES = tuple(2**n for n in range(14))
@@ -101,6 +101,26 @@ def serving_packed(target: str, dtypes: set[str], dims: set[int]) -> list[Varian
     return [*dict.fromkeys(found)]
 
 
+def serving_dropout(
+    target: str, dtypes: set[str], dims: set[int], packed: bool = False
+) -> list[Variant]:
+    """Return the rows that calls with dropout get, of packed sequences too if they are wanted."""
+    forward = serving(target, dtypes & {*DTYPE_NAMES, "float32"}, dims)
+    rows = [row for row in forward if not isinstance(row, SplitKv)]
+    found: list[Variant] = [row.for_dropout(True) for row in rows]
+    walked = list(product(sorted({*dtypes} & {*DTYPE_NAMES}), dims))
+    walked = [pair for pair in walked if takes_dims(*pair)]
+    for pair, masked, mapped in product(walked, (False, True), (False, True)):
+        found += attention_backward.select(Wanted(*pair, masked, mapped, dropout=True), target)
+    if packed:
+        found += [row.for_sequences(True).for_dropout(True) for row in rows if not row.sparse]
+        for pair, mapped in product(walked, (False, True)):
+            wanted = Wanted(*pair, mapped=mapped, packed=True, dropout=True)
+            found += attention_backward.select(wanted, target)
+        found.append(row_intervals.VARIANT.for_dropout(True))
+    return [*dict.fromkeys((*found, *DECISIONS[: 1 + packed]))]
+
+
 def serving_pairs(dtypes: set[str], dims: set[int]) -> list[PairVariant]:
     """Return the rows that calls of these types and dims get for masks of few pairs."""
     families = fwd_pairs.VARIANTS, bwd_dq_pairs.VARIANTS, bwd_dkdv_pairs.VARIANTS
@@ -144,6 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: all")
     parser.add_argument("--head-dim", type=length, action="append", help="default: all")
     parser.add_argument("--packed", action="store_true", help="those of packed sequences too")
+    parser.add_argument("--dropout", action="store_true", help="those of calls with dropout too")
     options = parser.parse_args(argv)
     target = options.target or devices.current_target()
     if target is None:
@@ -157,6 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     rows += serving_pairs(dtypes, dims) + serving_products(target, dtypes, dims)
     if options.packed:
         rows += serving_packed(target, dtypes, dims)
+    if options.dropout:
+        rows += serving_dropout(target, dtypes, dims, options.packed)
+    rows = [*dict.fromkeys(rows)]
     for why in unserved(
         target, {DTYPES[name] for name in options.dtype or ()}, set(options.head_dim or ())
     ):

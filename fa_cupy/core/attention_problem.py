@@ -76,6 +76,7 @@ class Problem:
     band_from_end: bool = False  # whether the band is that of entries with all k_len keys
     offsets: Offsets | None = None
     dropout: Dropout | None = None
+    bias_aligned: bool = True  # whether the bias begins at a multiple of 16 bytes, on a GPU
 
 
 def attention_problem(

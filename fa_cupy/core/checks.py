@@ -29,6 +29,13 @@ _RECORDED = (
 )
 
 
+class Shift(int):
+    """Where query 0 stands among the keys, in place of an alignment.
+
+    For parts of a longer sequence (`fa_cupy.distributed`).
+    """
+
+
 def flag(name: str, arg: str, value: Any) -> bool:
     """Return `value`, a bool, a NumPy bool or one of the integers 0 and 1, as a bool."""
     if isinstance(value, (bool, np.bool_)) or (
@@ -84,7 +91,9 @@ def band(
     `layout` is an argument that says where the keys end, if there is one: an alignment is needed.
     """
     causal = flag(name, "is_causal", is_causal)
-    known = isinstance(causal_align, str) and causal_align in _ALIGNMENTS
+    known = isinstance(causal_align, Shift) or (
+        isinstance(causal_align, str) and causal_align in _ALIGNMENTS
+    )
     if causal_align is not None and not known:
         raise ValueError(
             f"{name}: causal_align is {show(causal_align)}, want 'top_left' or 'bottom_right'"
@@ -100,6 +109,8 @@ def band(
             "(the last query stands at the last key)"
         )
     offset = k_len - q_len if causal_align == "bottom_right" else 0
+    if isinstance(causal_align, Shift):
+        offset = int(causal_align)
     lower = None if left is None else offset - left
     upper = None if right is None else offset + right
     if causal:

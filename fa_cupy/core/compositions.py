@@ -130,16 +130,19 @@ def merge(library: Library, outs: Sequence[Array], lses: Sequence[Array]) -> tup
         top = xp.maximum(top, library.constant(lse))
     top = xp.where(xp.isneginf(top), 0.0, top)
     total: Any = 0.0
-    weighted: Any = 0.0
-    for out, lse in zip(outs, lses, strict=True):
+    weights = []
+    for lse in lses:
         empty = xp.isneginf(lse)
-        weight = xp.where(empty, 0.0, xp.exp(xp.where(empty, 0.0, lse - top)))
-        total = total + weight
-        weighted = weighted + weight[..., None] * xp.where(empty[..., None], 0.0, out)
+        weights.append(xp.where(empty, 0.0, xp.exp(xp.where(empty, 0.0, lse - top))))
+        total = total + weights[-1]
     nothing = total == 0
     total = xp.where(nothing, 1.0, total)
-    lse = xp.where(nothing, -float("inf"), top + xp.log(total))
-    return weighted / total[..., None], lse
+    # Weights are divided before they meet values, whose sum could leave the range of floats.
+    merged: Any = 0.0
+    for out, lse, weight in zip(outs, lses, weights, strict=True):
+        seen = xp.where(xp.isneginf(lse)[..., None], 0.0, out)
+        merged = merged + (weight / total)[..., None] * seen
+    return merged, xp.where(nothing, -float("inf"), top + xp.log(total))
 
 
 def states(

@@ -21,14 +21,14 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.cpu import decoding, key_entries, thread_pool, wide_rows
+from fa_cupy.cpu import decoding, key_entries, one_tile, thread_pool, wide_rows
 from fa_cupy.cpu.masks import rows as mask_rows
 from fa_cupy.cpu.masks import single
 from fa_cupy.cpu.masks.entries import dense_of
 from fa_cupy.cpu.masks.thin import Pairs
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.packed.sequences import SequenceTasks
-from fa_cupy.cpu.short_entries import Group, ShortEntries
+from fa_cupy.cpu.packed.short_entries import Group, ShortEntries
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.dropout.decisions import TileDropout
 from fa_cupy.keys.layout import KeyArrays
@@ -242,12 +242,16 @@ class Call:
         ]
         self.problem = problem
         self._tasks: _Tasks | _EntryTasks | SequenceTasks | None = None
+        self._small: one_tile.OneTile | None = None
         if not math.prod(shape[:-1]):  # however many batch entries there are
             return
         if problem.offsets is not None:
             self._tasks = SequenceTasks(problem, out_views, dtype, _Tasks, Call)
         elif problem.k_lengths is None and problem.pages is None:
             self._tasks = _Tasks(problem, out_views, dtype, mask, bits)
+            parallel = self._tasks.parallel
+            if one_tile.suits(problem, dtype, parallel):
+                self._small = one_tile.OneTile(problem, dtype, parallel)
         else:
             self._tasks = _EntryTasks(problem, out_views, dtype)
 
@@ -269,6 +273,8 @@ class Call:
             if self._axes is not None:
                 out = out.transpose(self._axes)
         lse = np.empty(self._lse_shape, self._dtype)
+        if self._small is not None and self._small.attend(q, k, v, out, lse):
+            return out, lse
         arrays = q, k, v, bias, mask, out, lse, sinks
         if isinstance(self._tasks, (_EntryTasks, SequenceTasks)):
             assert keys is not None

@@ -21,6 +21,8 @@ Array = npt.NDArray[Any]
 # below 0. The largest weight of each row is then from 1 to 1e14: sums are far from overflow, and
 # the products of the largest weight with small values do not underflow.
 _SMALL_SCORE = 16.0
+# Up to so many rows, NumPy's own maximum of each is as fast as the place of it.
+_FEW_ROWS = 64
 # Elements of keys that are gathered at a time.
 _GATHERED = 1 << 19
 # Scratch memory that is kept between calls: of so many threads, so many bytes each.
@@ -309,7 +311,7 @@ class Steps:
     def band_scores(self, scores: Array, shift: int, lower: int | None, upper: int | None) -> None:
         least = None if lower is None else lower - shift
         most = None if upper is None else upper - shift
-        np.fmin(scores, _band_limits(self.dtype, *scores.shape[1:], least, most), out=scores)
+        np.fmin(scores, band_limits(self.dtype, *scores.shape[1:], least, most), out=scores)
 
     def softmax(self, rows: attention.Rows, scores: Array) -> None:
         sums = self.scratch("sums", rows.total.shape)
@@ -319,7 +321,7 @@ class Steps:
             np.add(rows.total, sums, out=rows.total)
             return
         top = self.scratch("new_top", rows.top.shape)
-        _row_maxima(scores, top)
+        row_maxima(scores, top)
         if not rows.started and top.max() <= _SMALL_SCORE and (least := top.min()) >= -_SMALL_SCORE:
             rows.started = rows.unshifted = True
             rows.top.fill(0)
@@ -419,7 +421,7 @@ def _widen(x: Array, out: Array) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _band_limits(
+def band_limits(
     dtype: np.dtype[Any], rows: int, cols: int, lower: int | None, upper: int | None
 ) -> Array:
     """Return +inf where lower <= j - i <= upper and -inf elsewhere, for a tile."""
@@ -433,11 +435,15 @@ def _band_limits(
     return np.lib.stride_tricks.as_strided(ramp[rows - 1 :], (rows, cols), strides, writeable=False)
 
 
-def _row_maxima(x: Array, out: Array) -> None:
+def row_maxima(x: Array, out: Array) -> None:
     """Set `out` (n, rows, 1) to the maxima of the rows of `x` (n, rows, cols), both of them dense.
 
-    NumPy finds where a maximum is two to five times as fast as what it is; both stop at NaN.
+    NumPy finds where a maximum is two to five times as fast as what it is; both stop at NaN. For
+    few rows, the calls take longer than that saves.
     """
+    if out.size <= _FEW_ROWS:
+        np.maximum.reduce(x, axis=-1, keepdims=True, out=out)
+        return
     places = x.argmax(axis=-1).reshape(-1)
     np.add(places, np.arange(0, x.size, x.shape[-1]), out=places)
     np.take(x.reshape(-1), places, out=out.reshape(-1), mode="clip")

@@ -28,6 +28,10 @@ class Dropout:
     sequences: int = 1
     sequence: int = 0
     on_device: bool = False  # whether it is such an array
+    # On a device, of each query of packed sequences, (q_len, 4) of int32: the sequence, its first
+    # query and its first key, and 0. Only calls without offsets have it.
+    places: Any = field(default=None, compare=False)
+    placed: bool = False  # whether there are such
 
     @property
     def threshold(self) -> int:
@@ -52,6 +56,10 @@ class Dropout:
     def packed(self, offsets: Any) -> Dropout:
         """Return that of packed sequences, given their offsets or None."""
         return self if offsets is None else replace(self, sequences=max(1, offsets.shape[0] - 1))
+
+    def at(self, places: Any) -> Dropout:
+        """Return that of an equal call without offsets, given the places of its queries."""
+        return replace(self, places=places, placed=True)
 
     def of_sequence(self, number: int) -> Dropout:
         """Return that of one of the sequences; queries of none, -1, have no keys."""

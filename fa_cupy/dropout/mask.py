@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from fa_cupy._bitmask import BitMask
-from fa_cupy.core import checks
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import backends, checks
 from fa_cupy.dropout import arguments, decisions
 from fa_cupy.score.program import entries
 
@@ -28,6 +29,7 @@ def dropout_mask(
     Parameters
     ----------
     seed : int or array of one integer
+        One on a GPU, of 64 bits, is read there.
     p : float
         The probability that a weight is dropped, from 0 to 1.
     shape : tuple of int
@@ -41,7 +43,8 @@ def dropout_mask(
     Returns
     -------
     array of bool or BitMask, shape (..., rows, cols)
-        True where a weight is kept. A NumPy array.
+        True where a weight is kept. If `seed` is an array, of its kind and on its device, and else
+        a NumPy array.
 
     Raises
     ------
@@ -82,23 +85,31 @@ def dropout_mask(
     >>> bool(np.allclose(out, (weights * kept / 0.75) @ v))
     True
     """
-    dropout = arguments.of_arguments(_NAME, p, seed, "p")
+    native = core_arrays.to_native(_NAME, **given) if (given := arguments.arrays_of(seed)) else None
+    number = seed if native is None else native.arrays[0]
+    dropout = arguments.of_arguments(_NAME, p, number, "p")
     if seed is None:
         arguments.seed_of(_NAME, seed)
-    if dropout is not None and dropout.on_device:
-        raise TypeError(f"{_NAME}: seed is an array on a GPU, want seed.get()")
     if not isinstance(shape, (tuple, list)) or len(shape) < 2:
         raise TypeError(f"{_NAME}: shape is {checks.show(shape)}, want a tuple (..., Lq, Lk)")
     sizes = [checks.whole(_NAME, f"shape[{i}]", n) for i, n in enumerate(shape)]
     *batch, q_len, k_len = sizes
     of_rows, of_cols = _span("rows", rows, q_len), _span("cols", cols, k_len)
+    bits = checks.flag(_NAME, "as_bits", as_bits)
+    if native is not None and native.backend != "numpy":
+        on_device = backends.gpu("masks.dropout")
+        with native.context:
+            found = on_device.of_shape(dropout, batch, of_rows, of_cols)
+            return BitMask(found) if bits else native.give_back(found)
     wanted = (*batch, of_rows[1] - of_rows[0], of_cols[1] - of_cols[0])
     if dropout is None:
         found = np.ones(wanted, np.bool_)
     else:
         b, h = (np.broadcast_to(x, (*batch, 1, 1)).reshape(-1, 1, 1) for x in entries(np, batch))
         found = decisions.kept(dropout, b, h, of_rows, of_cols).reshape(wanted)
-    return BitMask(found) if checks.flag(_NAME, "as_bits", as_bits) else found
+    if bits:
+        return BitMask(found)
+    return found if native is None else native.give_back(found)
 
 
 def _span(arg: str, part: Any, length: int) -> tuple[int, int]:

@@ -84,6 +84,15 @@ def array_key(x: Any, device: int) -> Any:
     return False
 
 
+def bias_key(x: Any, device: int) -> Any:
+    """As `array_key` for a bias, which plans know the alignment of."""
+    if x is None:
+        return None
+    if type(x) is cupy.ndarray and x.data.device_id == device:
+        return x.shape, x.strides, x.dtype, x.data.ptr % 16 == 0
+    return False
+
+
 def mask_key(x: Any, device: int, dtype: Any) -> Any:
     """Return what a plan for arrays of `dtype` depends on in a mask; False if it is elsewhere."""
     if type(x) is BitMask:

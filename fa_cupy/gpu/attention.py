@@ -27,6 +27,7 @@ from fa_cupy.gpu.arrays import (
     addresses_of,
     allocation,
     array_key,
+    bias_key,
     fits,
     fits_strides,
     kernel_takes,
@@ -40,7 +41,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.built_in import with_built_in
-from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
+from fa_cupy.gpu.kernels.score import bias_at, takes_bias, with_float32_bias
 from fa_cupy.gpu.masks import pairs
 from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.masks.pair_bias import PairPlaces
@@ -197,7 +198,7 @@ def cached(
         v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
     if not (bias is mask is window is sinks is None):
-        extra = [array_key(bias, device), mask_key(mask, device, q.dtype), window_key(window)]
+        extra = [bias_key(bias, device), mask_key(mask, device, q.dtype), window_key(window)]
         if sinks is not None:
             extra.append(array_key(sinks, device))
         if any(part is False for part in extra):
@@ -229,7 +230,7 @@ def cached(
         require_whole_elements(
             q=q, k=k, v=v, bias=bias, sinks=sinks, k_lengths=k_lengths, page_table=page_table
         )
-        call = remember(key, _call_for(problem, strides, device, counts))
+        call = remember(key, _call_for(problem, strides, device, counts, bias))
     elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None or sinks is not None:
         require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
     result = call(q, k, v, bias, mask, None, return_lse, sinks, None, keys)
@@ -278,8 +279,8 @@ def attention(
     lse : cupy.ndarray or None
     """
     device = runtime.getDevice()
-    if problem.dropout is not None:
-        _check_dropout(problem, bias, mask, device)
+    if problem.dropout is not None and problem.dropout.on_device:
+        require_whole_elements(seed=problem.dropout.seed)
     if isinstance(bias, SparseBias):
         return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())
@@ -313,22 +314,8 @@ def attention(
         )
     lse = lse_for(problem, return_lse)
     with workspace.results():
-        call = _call_for(problem, strides, device, counts)
+        call = _call_for(problem, strides, device, counts, bias)
         return call(q, k, v, bias, mask, out, lse, sinks, score, given, _seed(problem))
-
-
-def _check_dropout(problem: Problem, bias: Any, mask: Any, device: int) -> None:
-    """Raise unless a kernel with dropout serves a call."""
-    assert problem.dropout is not None
-    if problem.dropout.on_device:
-        require_whole_elements(seed=problem.dropout.seed)
-    whole = not isinstance(bias, SparseBias) and not isinstance(mask, tuple)
-    if not (whole and _served(problem, device, None)):
-        raise NotImplementedError(
-            f"{_NAME}: dropout is {problem.dropout.p:g}, and no kernel on a GPU serves this call, "
-            "want float16 or bfloat16, dims up to 256, and no lengths, pages, offsets or sparse "
-            "bias (or arrays on the CPU)"
-        )
 
 
 def _seed(problem: Problem) -> int | None:
@@ -460,7 +447,7 @@ def _by_copies(
     by_pair = problem.bias is None and bias is not None
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
-    call = _call_for(problem, target.strides, runtime.getDevice(), counts, by_pair)
+    call = _call_for(problem, target.strides, runtime.getDevice(), counts, bias, by_pair)
     rows = lse_for(problem, lse)
     with workspace.results():
         inputs = arrays["q"], arrays["k"], arrays["v"], bias, mask
@@ -517,9 +504,15 @@ def _call_for(
     out_strides: tuple[int, ...],
     device: int,
     counts: PairCounts | None,
+    bias: Any = None,
     by_pair: bool = False,
 ) -> Call:
-    """Return the `Call` of a problem, from the table of plans if it is there."""
+    """Return the `Call` of a problem, from the table of plans if it is there.
+
+    The alignment of the bias counts; `by_pair` is that of `Call`.
+    """
+    if bias is not None:
+        problem = bias_at(problem, bias.data.ptr)
     key = _NAME, problem, out_strides, device, counts, by_pair
     call: Call | None = lookup(key)
     if call is None:

@@ -28,7 +28,7 @@ from fa_cupy.gpu.arrays import (
     PackedCall,
     addresses_of,
     allocation,
-    array_key,
+    bias_key,
     mask_key,
     require_whole_elements,
 )
@@ -37,7 +37,7 @@ from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.kernels.built_in import with_built_in
-from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
+from fa_cupy.gpu.kernels.score import bias_at, takes_bias, takes_score, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
@@ -151,7 +151,7 @@ def cached(
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device, q.dtype)
-    biased = None if bias is None else array_key(bias, device)
+    biased = None if bias is None else bias_key(bias, device)
     given = not (k_lengths is q_offsets is k_offsets is None)
     of_keys = q_offsets, k_offsets, k_lengths
     packed = PackedCall.of_gradients(_NAME, device, *of_keys) if given else NOT_PACKED
@@ -190,7 +190,7 @@ def cached(
         if is_left or not takes_bias(problem):
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
-        found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias))
+        found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias, None, bias))
     if found is None or found.copies:
         return None
     tables, _owners = ((), None) if found.tables is None else found.tables(mask)
@@ -221,8 +221,8 @@ def backward(
     the key lengths or the offsets, and `on_host` the same, if they were given in the memory of the
     host; the mask may then be a tuple of a BitMask for each sequence.
     """
-    if problem.dropout is not None:
-        return _with_dropout(problem, inputs, results, need, empty, sinks, score, keys)
+    if problem.dropout is not None and problem.dropout.on_device:
+        require_whole_elements(_NAME, seed=problem.dropout.seed)
     if isinstance(inputs[3], SparseBias):
         return _over_pairs(problem, inputs, results, need, empty, sinks, score)
     of_score = {} if score is None else dict(score.named())
@@ -245,35 +245,6 @@ def backward(
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
-
-
-def _with_dropout(
-    problem: Problem,
-    inputs: tuple[Any, ...],
-    results: tuple[Any, ...],
-    need: tuple[str, ...],
-    empty: Callable[..., Any],
-    sinks: Any,
-    score: Operands | None,
-    keys: KeyArrays | None,
-) -> dict[str, Any]:
-    """Do as `backward` by kernels; raise where none has a build with dropout."""
-    found, dropout = None, problem.dropout
-    assert dropout is not None
-    if dropout.on_device:
-        require_whole_elements(_NAME, seed=dropout.seed)
-    if keys is None and not isinstance(inputs[3], SparseBias) and not isinstance(inputs[4], tuple):
-        of_score = {} if score is None else dict(score.named())
-        named = _named(inputs, results)
-        require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
-        found = by_kernels(problem, inputs, results, need, empty, sinks, score)
-    if found is None:
-        raise NotImplementedError(
-            f"{_NAME}: dropout is {dropout.p:g}, and no kernel on a GPU serves this call, "
-            "want float16 or bfloat16, dims that are multiples of 8 up to 256, and no lengths, "
-            "offsets, sparse bias or gradient of a score (or arrays on the CPU)"
-        )
-    return found
 
 
 def _on_products(problem: Problem, of_bias: bool) -> bool:
@@ -358,7 +329,7 @@ def _with_lengths(
         found = by_kernels(problem, inputs, results, need, empty, sinks, score, (keys.lengths,))
         if found is not None:
             return found
-    if problem.band_from_end and score is None:
+    if problem.band_from_end and score is None and problem.dropout is None:
         grads = _by_folding(problem, inputs, results, need, empty, sinks, keys)
         if grads is not None:
             return grads
@@ -478,7 +449,7 @@ def by_kernels(
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
     of_bias = _dbias(inputs[3], bias.dtype) if "bias" in need else None
-    plan = prepared(problem, arrays, inputs[4], need, of_bias)
+    plan = prepared(problem, arrays, inputs[4], need, of_bias, None, bias)
     if plan is None:
         return None
     given = {**arrays, "bias": inputs[3]}
@@ -514,6 +485,8 @@ def _form(
     None where they do not compute what is asked for.
     """
     if any(name.startswith("score.") for name in need):
+        return None
+    if problem.dropout is not None and problem.dropout.placed:
         return None
     built_in = None if score is None else with_built_in(problem, score)
     if built_in is not None:
@@ -573,6 +546,7 @@ def prepared(
     need: Sequence[str],
     dbias: Laid | None = None,
     of_pairs: tuple[PairCounts, PairBias] | None = None,
+    bias: Any = None,
 ) -> Prepared | None:
     """Return what a call needs, made at most once; None where the kernels do not take the call.
 
@@ -588,7 +562,11 @@ def prepared(
         The gradient of the bias, where it is wanted.
     of_pairs : tuple, optional
         The counts of the mask's pairs, which have a bias each, and how that lies.
+    bias : cupy.ndarray, optional
+        That of the problem, whose address counts.
     """
+    if bias is not None:
+        problem = bias_at(problem, bias.data.ptr)
     device = runtime.getDevice()
     counts, by_pair = of_pairs or (None, None)
     plain = problem.offsets is None and problem.dropout is None

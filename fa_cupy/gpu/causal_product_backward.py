@@ -123,8 +123,8 @@ def _gradients(
     dout, q, k, v, initial, dstate = arrays
     plan = compute_terms(terms)
     dtype = problem.state_dtype
-    dq, dk, dv = (_summed(term.out, x, dtype) for term, x in zip(terms, (q, k, v), strict=True))
-    dinitial = None if initial is None else _summed(terms[2].state, initial, dtype)
+    dq, dk, dv = (summed_to(term.out, x, dtype) for term, x in zip(terms, (q, k, v), strict=True))
+    dinitial = None if initial is None else summed_to(terms[2].state, initial, dtype)
     found = [term.out for term in terms] + ([] if initial is None else [terms[2].state])
     plain = all(x is y for x, y in zip(found, (dq, dk, dv, dinitial), strict=False))
     if plan is not None and plain and terms[2].initial is dstate:
@@ -146,7 +146,7 @@ def describe(
     batch, dims = problem.out_shape[:-2], (problem.qk_dim, problem.v_dim)
     wide, narrow = (*batch, problem.k_len, dims[0]), (*batch, problem.k_len, dims[1])
     grads = broadcasting.over(batch, problem.groups, dout, *dout.shape[-2:])
-    first, seen = _by_entry(problem, dstate)
+    first, seen = by_entry(problem, dstate)
 
     of_q = dataclasses.replace(
         problem, q=grads, k=problem.v, v=problem.k, initial=_transposed(problem.initial),
@@ -180,7 +180,7 @@ def run(terms: tuple[Term, ...]) -> Plan | None:
     In one launch blocks of the same sequence run at the same time, and share what they read.
     """
     plan = None
-    if all(map(_direct, terms)):
+    if all(map(direct, terms)):
         jobs = [job_of(term.problem, term.out, term.state, term.reverse) for term in terms]
         plan = plan_for(tuple(jobs))
     if plan is not None:
@@ -192,7 +192,7 @@ def run(terms: tuple[Term, ...]) -> Plan | None:
     return None
 
 
-def _direct(term: Term) -> bool:
+def direct(term: Term) -> bool:
     """Whether kernels can read and write the arrays of a product where they lie."""
     problem = term.problem
     views = problem.q, problem.k, problem.v
@@ -200,7 +200,7 @@ def _direct(term: Term) -> bool:
     return bool(term.out.size) and readable and fits(term.out, problem.dtype)
 
 
-def _by_entry(problem: Product, dstate: Any) -> tuple[Any, View | None]:
+def by_entry(problem: Product, dstate: Any) -> tuple[Any, View | None]:
     """Return the gradient of the last state so that its sum over entries counts it once."""
     if dstate is None:
         return None, None
@@ -227,7 +227,7 @@ def _memory(shape: tuple[int, ...], of: Any, like: Any = None) -> Any:
     return cupy.empty(shape, of.dtype)
 
 
-def _summed(found: Any, of: Any, dtype: np.dtype[Any]) -> Any:
+def summed_to(found: Any, of: Any, dtype: np.dtype[Any]) -> Any:
     """Sum what was found for every entry, in `dtype`, to the gradient of `of`."""
     if found.shape == of.shape:
         return found

@@ -212,6 +212,11 @@ class Plan:
         self._pool.append(structs)
         return True
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the parts of the workspace begin, in their order."""
+        return self._places
+
     def fallback(self) -> Plan:
         """Return the plan that takes any addresses, made at the first call."""
         if self.other is None:

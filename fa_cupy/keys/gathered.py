@@ -129,7 +129,11 @@ def unpacked(
         After the call, `mark_bad_rows` has to follow for the last one.
     """
     first, last, bad = offsets.intervals(xp, problem, keys)
-    alone = replace(problem, lower=None, upper=None, offsets=None, band_from_end=False, mask=None)
+    dropout = problem.dropout and problem.dropout.at(offsets.places(xp, problem, keys))
+    alone = replace(
+        problem, lower=None, upper=None, offsets=None, band_from_end=False, mask=None,
+        dropout=dropout,
+    )  # fmt: skip
     if not problem.k_len:
         return alone, None, bad
     j = xp.arange(problem.k_len)

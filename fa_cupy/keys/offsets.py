@@ -216,6 +216,33 @@ def intervals(xp: Any, problem: Any, keys: KeyArrays) -> Intervals:
     return Intervals(xp.where(hidden, 0, first), xp.where(hidden, -1, last), wrong)
 
 
+def places(xp: Any, problem: Any, keys: KeyArrays) -> Any:
+    """Return the sequence of each query, its first query and key, and 0; nothing is read back.
+
+    Parameters
+    ----------
+    xp : module
+        `numpy` or `cupy`, of the offsets.
+    problem : Problem
+    keys : KeyArrays
+
+    Returns
+    -------
+    array of int32, shape (q_len, 4)
+        Of queries of no sequence any numbers.
+    """
+    found = xp.zeros((problem.q_len, 4), np.int32)
+    count = problem.offsets.sequences
+    if count:
+        q, _ = _normalised(xp, keys.q_offsets, problem.q_len)
+        k, _ = _normalised(xp, keys.k_offsets, problem.k_len)
+        s = xp.searchsorted(q[1:], xp.arange(problem.q_len), side="right")
+        s = xp.minimum(s, count - 1)
+        for column, x in enumerate((s, q[s], k[s])):
+            found[:, column] = x
+    return found
+
+
 def _normalised(xp: Any, offsets: Any, length: int) -> tuple[Any, Any]:
     """Return offsets that ascend and are in range, and which of them were given otherwise."""
     given = offsets.astype(np.int64)

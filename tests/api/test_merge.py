@@ -2,6 +2,7 @@
 
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -138,3 +139,13 @@ def test_errors(outs, lses, error, text):
     with pytest.raises(error, match=r"^merge_attention: ") as caught:
         merge_attention(outs, lses)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(**by_dtype())
+def test_large_values_do_not_overflow(xp, dtype):
+    largest = float(ml_dtypes.finfo(dtype).max)
+    values = np.array([[0.9], [-0.9], [0.4]]) * largest
+    outs = [xp.asarray(values.astype(dtype))] * 5
+    lses = [xp.asarray(np.full(3, lse, np.float32)) for lse in (0.0, 1.0, -2.0, 1.5, 1.5)]
+    out, _ = merge_attention(outs, lses)
+    np.testing.assert_allclose(to_numpy(out).astype(float), values, rtol=8 * UNIT[dtype])

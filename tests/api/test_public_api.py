@@ -41,6 +41,12 @@ MODULES = [
     "_kernel_regression",
     "_linear_attention",
     "_score",
+    "distributed.attention",
+    "distributed.gradients",
+    "distributed.order",
+    "distributed.plans",
+    "distributed.products",
+    "distributed.threads",
     "dropout.mask",
     "layouts",
     "masks.algebra",
@@ -126,7 +132,9 @@ def test_every_public_name_has_a_page():
         }
         found = {name.partition(".")[2] for name in listed if name.startswith(f"{module}.")}
         assert found == set(names.get("__all__", own)) & own, module
-    for module in ("torch", "jax"):
+    of_ranks = {f"distributed.{name}" for name in fa_cupy.distributed.__all__}
+    assert {name for name in listed if name.startswith("distributed.")} == of_ranks
+    for module in ("dask", "torch", "jax"):
         assert {f"{module}.attention", f"{module}.causal_product"} <= set(listed)
     methods = re.findall(r"^   ~BitMask\.(\w+)$", page, re.M)
     assert {name for name in dir(fa_cupy.BitMask) if name.startswith("from_")} <= set(methods)
@@ -137,7 +145,7 @@ def test_import_loads_little():
     """What takes long to import waits until it is needed."""
     code = (
         "import sys, fa_cupy; "
-        "print(*{'cupy', 'scipy', 'torch', 'jax', 'matplotlib'} & set(sys.modules))"
+        "print(*{'cupy', 'scipy', 'dask', 'torch', 'jax', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "\n"
@@ -162,7 +170,7 @@ def test_modules_are_there_when_they_are_asked_for():
     assert run(code) == [*names, "False", "True"]
 
 
-@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize("name", ["dask", "torch", "jax"])
 def test_a_missing_library_is_named(name):
     """By attribute, by import and by ``from``; a module that is not there is not listed either."""
     code = (
@@ -177,8 +185,9 @@ def test_a_missing_library_is_named(name):
         "    except ModuleNotFoundError as error:\n"
         "        print(str(error).replace(' ', '_'))"
     )
-    label = {"torch": "PyTorch", "jax": "JAX"}[name]
-    text = f"fa_cupy.{name} needs {label}, which is not installed: pip install {name}"
+    label = {"dask": "Dask", "torch": "PyTorch", "jax": "JAX"}[name]
+    package = {"dask": "'dask[array]'"}.get(name, name)
+    text = f"fa_cupy.{name} needs {label}, which is not installed: pip install {package}"
     assert run(code) == [text.replace(" ", "_")] * 3
 
 

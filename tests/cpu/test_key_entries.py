@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 
 from fa_cupy import attention
 from fa_cupy.cpu import attention as cpu_attention
-from fa_cupy.cpu import key_entries, short_entries, thread_pool
+from fa_cupy.cpu import key_entries, thread_pool
+from fa_cupy.cpu.packed import short_entries
 from tests.api.test_key_lengths import BANDS, in_pages
 from tests.support import blas
 from tests.support.every_run import only

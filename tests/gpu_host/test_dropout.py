@@ -62,9 +62,17 @@ def test_seeds_on_a_device_are_checked(cupy):
         with pytest.raises((TypeError, ValueError)) as caught:
             of_arguments("attention", 0.3, *on_device(seed))
         assert str(caught.value) == f"attention: {text}"
-    with pytest.raises(TypeError) as caught:
-        dropout_mask(*on_device(np.zeros(1, np.int64)), 0.3, (3, 4))
-    assert str(caught.value) == "dropout_mask: seed is an array on a GPU, want seed.get()"
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_a_mask_where_its_seed_is(host, cupy, p):
+    """A seed on a device is read there."""
+    (seed,) = on_device(np.array([-1]))
+    for shape in ((2, 4, 70, 150), (70, 150), (3, 0, 9)):
+        part = {"rows": slice(3, 50), "cols": slice(100, None)}
+        found = dropout_mask(seed, p, shape, **part)
+        assert type(found) is cupy.ndarray
+        np.testing.assert_array_equal(bare(found), dropout_mask(2**64 - 1, p, shape, **part))
 
 
 def test_a_plan_serves_all_seeds(host, cupy, launcher):
@@ -92,22 +100,147 @@ def test_a_plan_serves_all_seeds(host, cupy, launcher):
     assert launcher.ran[-4:] == ["bwd_preprocess", *main, "bwd_nonfinite"]
 
 
-@pytest.mark.parametrize(
-    "given", [{"dtype": np.float32}, {"k_lengths": np.full(2, 9)}, {"dim": 264}], ids=str
-)
-def test_what_no_kernel_does_is_refused(host, cupy, given):
+@pytest.mark.parametrize("given", [{"dtype": np.float64}, {"dim": 264}], ids=str)
+def test_what_no_kernel_does_goes_to_cublas(host, cupy, monkeypatch, given):
+    """With its dropout."""
+    from fa_cupy.gpu import attention
+    from fa_cupy.gpu.cublas import attention as of_values
+    from fa_cupy.gpu.cublas import attention_backward as of_gradients
+
+    asked = []
+    monkeypatch.setattr(of_values, "attention", lambda *call: asked.append(call) or call[1:3])
+    monkeypatch.setattr(of_gradients, "backward", lambda *call: asked.append(call) or {})
+    q, k, v, dout = arrays(**given)
+    problem, inputs = problem_of(q, k, v), on_device(q, k, v)
+    attention.attention(problem, *inputs, None, None, None, True)
+    results = on_device(dout, np.zeros(dout.shape[:-1], np.float32), dout, None)
+    host.backward(problem, (*inputs, None, None), tuple(results), ("q", "k", "score.x"), None)
+    assert [call[0].dropout is problem.dropout for call in asked] == [True, True]
+
+
+BAND = {"is_causal": True, "causal_align": "bottom_right"}
+
+
+def solve(host, problem, inputs, dout, keys=None, on_host=None, mask=None):
+    """Output, log-sum-exp and gradients as the device computes them."""
     from fa_cupy.gpu import attention
 
-    keys = {name: given[name] for name in given if name == "k_lengths"}
-    q, k, v, dout = arrays(**{name: x for name, x in given.items() if name not in keys})
-    problem, inputs = problem_of(q, k, v, **keys), on_device(q, k, v)
-    of_keys = KeyArrays(*on_device(*keys.values())) if keys else None
+    given = on_device(*inputs)
+    out, lse = attention.attention(
+        problem, *given, None, mask, None, True, keys=keys, on_host=on_host
+    )
+    results = out, lse, *on_device(dout), None
+    grads = host.backward(
+        problem, (*given, None, mask), results, ("q", "k", "v"),
+        lambda shape, dtype, like: core_arrays.empty_laid_out(
+            host.cupy, shape, like, dtype
+        ), keys=keys, on_host=on_host,
+    )  # fmt: skip
+    return [bare(x) for x in (out, lse, *grads.values())]
+
+
+def compare(found, q, k, v, dout, *more, **options):
+    options |= {"dropout": 0.3, "seed": 1}
+    wants = [*reference.attention(q, k, v, *more, **options)]
+    if dout is not None:
+        wants += reference.attention_backward(dout, q, k, v, *more, **options)
+    for x, y in zip(found, wants, strict=True):
+        assert reference.relative_error(x.astype(np.float64), y) < 2e-3
+
+
+@pytest.mark.parametrize("band", [{}, BAND], ids=str)
+def test_key_lengths(host, cupy, band):
+    q, k, v, dout = arrays()
+    lengths = np.array([9, 120], np.int32)
+    problem = problem_of(q, k, v, k_lengths=lengths, **band)
+    keys = KeyArrays(*on_device(lengths))
+    compare(solve(host, problem, (q, k, v), dout, keys), q, k, v, dout, k_lengths=lengths, **band)
+
+
+def test_pages(host, cupy):
+    from fa_cupy.gpu import attention
+
+    q, *keys, _ = arrays()
+    k, v = (np.concatenate([x, x[:, :, :10]], axis=2) for x in keys)
+    pages = [x.reshape(2, 2, 10, 16, 64).swapaxes(1, 2).reshape(20, 2, 16, 64) for x in (k, v)]
+    order = np.random.default_rng(1).permutation(20)
+    table = order.argsort().astype(np.int32).reshape(2, 10)
+    stored = [np.ascontiguousarray(x[order]) for x in pages]
+    lengths = np.array([31, 150], np.int32)
+    problem = problem_of(q, *stored, k_lengths=lengths, page_table=table)
+    keys = KeyArrays(*on_device(lengths, table))
+    given = on_device(q, *stored)
+    found = attention.attention(problem, *given, None, None, None, True, keys=keys)
+    compare([bare(x) for x in found], q, k, v, None, k_lengths=lengths)
+
+
+OFFSETS = {"q_offsets": np.array([0, 20, 20, 66]), "k_offsets": np.array([5, 61, 90, 149])}
+
+
+@pytest.mark.parametrize("where", ["device", "host", "host and a mask"])
+def test_packed_sequences(host, cupy, launcher, where):
+    """Whether kernels know of sequences, or each is a call of its own, the same pairs are kept."""
+    q, k, v, dout = arrays()
+    mask = None if where != "host and a mask" else np.random.default_rng(3).random((70, 150)) < 0.7
+    options = {**OFFSETS, **BAND}
+    problem = attention_problem.attention_problem(
+        q, k, v, None, mask, dropout=Dropout(0.3, 1), **options
+    )
+    keys = KeyArrays(None, None, *on_device(*OFFSETS.values()))
+    on_host = None if where == "device" else KeyArrays(None, None, *OFFSETS.values())
+    shown = None if mask is None else cupy_stand_in.owned(mask)
+    found = solve(host, problem, (q, k, v), dout, keys, on_host, shown)
+    compare(found, q, k, v, dout, None, mask, **options)
+    assert launcher.ran.count("fwd_sm90") == (1 if mask is None else 2)
+    assert ("row_intervals" in launcher.ran) == (mask is None)
+
+
+@pytest.mark.parametrize("where", ["dense", "lengths", "offsets"])
+def test_float32_forward(host, cupy, launcher, where):
+    from fa_cupy.gpu import attention
+
+    q, k, v, _ = arrays(np.float32, 32)
+    more = {"lengths": {"k_lengths": np.array([9, 120])}, "offsets": OFFSETS}.get(where, {})
+    problem = attention_problem.attention_problem(
+        q, k, v, None, None, dropout=Dropout(0.3, 1), **more, **BAND
+    )
+    named = {"lengths": more.get("k_lengths")} if where == "lengths" else more
+    keys = KeyArrays(**{x: on_device(y)[0] for x, y in named.items()}) if more else None
+    found = attention.attention(problem, *on_device(q, k, v), None, None, None, True, keys=keys)
+    compare([bare(x) for x in found], q, k, v, None, **more, **BAND)
+    assert launcher.ran[-1] == "fwd_fp32"
+
+
+def test_device_offsets_and_a_mask_go_to_cublas(host, cupy, monkeypatch):
+    """Which is told where each query is, as kernels are not."""
+    from fa_cupy.gpu import attention
+    from fa_cupy.gpu.cublas import attention as of_values
+
+    asked = []
+    answer = on_device(np.zeros((2, 4, 70, 64)), np.zeros((2, 4, 70)))
+    monkeypatch.setattr(of_values, "attention", lambda *call: asked.append(call) or answer)
+    q, k, v, _ = arrays()
+    (mask,) = on_device(np.ones((70, 150), bool))
+    problem = attention_problem.attention_problem(
+        q, k, v, None, mask, dropout=Dropout(0.3, 1), **OFFSETS
+    )
+    keys = KeyArrays(None, None, *on_device(*OFFSETS.values()))
+    attention.attention(problem, *on_device(q, k, v), None, mask, None, True, keys=keys)
+    (call,) = asked
+    assert call[0].dropout.placed
+    places = bare(call[0].dropout.places)
+    assert places.dtype == np.int32
+    np.testing.assert_array_equal(
+        places[[0, 19, 20, 65]], [[0, 0, 5, 0], [0, 0, 5, 0], [2, 20, 90, 0], [2, 20, 90, 0]]
+    )
+
+
+def test_a_sparse_bias_is_refused(host, cupy):
+    from fa_cupy.gpu.masks import pairs
+
     with pytest.raises(NotImplementedError) as caught:
-        attention.attention(problem, *inputs, None, None, None, True, keys=of_keys)
-    assert str(caught.value).startswith("attention: dropout is 0.3, and no kernel on a GPU serves")
-    results = on_device(dout, np.zeros(dout.shape[:-1], np.float32), dout, None)
-    with pytest.raises(NotImplementedError) as caught:
-        host.backward(
-            problem, (*inputs, None, None), tuple(results), ("q", "k", "v"), None, keys=of_keys
-        )
-    assert str(caught.value).startswith("attention_backward: dropout is 0.3, and no kernel")
+        pairs.counts_with_bias("attention", problem_of(*arrays()[:3]), None, "sm_90a")
+    assert str(caught.value) == (
+        "attention: dropout is 0.3 and bias is a sparse matrix on a GPU, want one of them "
+        "(or arrays on the CPU)"
+    )

@@ -122,6 +122,27 @@ def test_a_repeated_call_with_a_bias_has_its_gradient(device, monkeypatch):
         assert (dbias.dtype, len(names)) == (bias.dtype, 5)
 
 
+def builds():
+    """Whether known plans load a bias of pairs to registers, by the stem of a kernel."""
+    from fa_cupy.core import plan_cache
+
+    found = {"attention/fwd_sm90": set(), "attention/bwd_sm90": set()}
+    for value in plan_cache.plans.values():
+        for row in (step.variant for step in value.plan.steps):
+            if row.source in found and row.score is not None:
+                found[row.source].add(row.score.by_registers)
+    return list(found.values())
+
+
+def test_the_address_of_a_bias_decides_whether_it_is_copied_by_16_bytes(device):
+    given, wide = arrays(), array(200, 208)
+    for first, of_both in ((0, {False}), (8, {False}), (1, {False, True}), (0, {False, True})):
+        bias = wide[:, first : first + 200]
+        fa_cupy.attention(*given[1:4], bias)
+        fa_cupy.attention_backward(*given, bias, need=("q", "k", "v"))
+        assert builds() == [of_both, of_both]
+
+
 @pytest.mark.parametrize("which", range(5))
 def test_arrays_that_kernels_cannot_read_are_copied(device, which):
     given = arrays()

@@ -406,7 +406,9 @@ def traits_with(bias):
 )
 def test_a_build_for_a_bias_knows_its_dtype_and_axes(dtype, shape, axes, strides, pairs):
     traits = traits_with(np.zeros(shape, dtype))
-    assert traits.score == ScoreMod(bias_axes=axes, bias_dtype=np.dtype(dtype).name)
+    by_registers = axes == "pair"  # rows of 12 bytes, or of 24
+    want = ScoreMod(bias_axes=axes, bias_dtype=np.dtype(dtype).name, by_registers=by_registers)
+    assert traits.score == want
     p = make_params(traits, 64)[0][0]
     assert (p["bias_row"], p["bias_col"], p["bias_pairs"] & 3) == (*strides, pairs)
 

@@ -14,6 +14,7 @@ from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy.cli.warmup import (
     serving,
     serving_backward,
+    serving_dropout,
     serving_packed,
     serving_pairs,
     serving_products,
@@ -31,6 +32,7 @@ from fa_cupy.gpu.kernels.forward import VARIANTS, Call, reachable, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
+from fa_cupy.gpu.kernels.mask import dropout_mask
 from fa_cupy.gpu.kernels.registry import GRADIENTS, MASKS, ROWS, SPLITKV
 from tests.support.every_run import only
 from validation.digest import ROOT
@@ -411,6 +413,22 @@ def test_warmup_compiles_what_packed_sequences_can_get(target):
         "linear/state_prefix_sum",
     }
     assert serving_packed(target, {"float32"}, {300})[0] == SEQUENCE_SPANS
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_warmup_compiles_what_calls_with_dropout_can_get(target, packed):
+    rows = serving_dropout(target, {"bfloat16", "float32"}, {64, 256}, packed)
+    assert len({*rows}) == len(rows)
+    used = {dropout_mask.VARIANT.for_sequences(packed)}
+    for dim, mapped in product((64, 256), (False, target == "sm_90a")):
+        wanted = Wanted("bfloat16", dim, mapped=mapped, packed=packed, dropout=True)
+        used |= {*attention_backward.select(wanted, target)}
+        row = select("bfloat16", dim, dim, target, Call(None, mapped, False))
+        used.add(row.for_sequences(packed).for_dropout(True))
+    assert used <= {*rows}
+    dtypes = {"bfloat16", "float32", "uint32", *(["int32"] if packed else [])}
+    assert {row.dtype for row in rows} == dtypes
 
 
 def test_warmup_asks_for_a_target_where_there_is_no_device(capsys):

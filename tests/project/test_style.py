@@ -165,8 +165,8 @@ def test_no_machine_paths_and_nothing_unfinished(path):
 
 @of_each(MODULES)
 def test_cupy_is_imported_in_the_gpu_folder_only_and_late(path):
-    late = {"cupy", "cuda", "torch", "jax", "matplotlib"}
-    if path.relative_to(ROOT).parts[1] in ("gpu", "torch", "jax", "plot.py"):
+    late = {"cupy", "cuda", "dask", "torch", "jax", "matplotlib"}
+    if path.relative_to(ROOT).parts[1] in ("gpu", "dask", "torch", "jax", "plot.py"):
         return
     assert not late & {name.partition(".")[0] for name in imported(path)}
 

@@ -241,7 +241,7 @@ def test_calls_rest_before_they_are_timed_where_a_family_asks_for_it(monkeypatch
 
 
 # ---------------------------------------------------------------------------------------- tiles
-SMALL_TILES = cases.Dense("fp32", 32, False, 256, 1, 2)
+SMALL_TILES = cases.Dense("fp32", 32, False, 1024, 1, 2)
 
 
 @pytest.mark.parametrize("case", tiles.CASES, ids=tiles.name)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 import fa_cupy
-from validation import backward_peers, dropout, dropout_peers, families, peers
+from validation import (
+    backward_peers,
+    dropout,
+    dropout_calls,
+    dropout_peers,
+    families,
+    packed_calls,
+    peers,
+)
 from validation.cases import Dense
 
 CASE = Dense("fp32", 16, False, 200, 1, 2, dropout=0.25)
@@ -83,3 +91,21 @@ def test_statistics_find_what_is_not_random(monkeypatch, bug):
 
     monkeypatch.setattr(dropout, "dropout_mask", wrong)
     assert dropout.main(["--decisions", "8e6"]) == 1
+
+
+@pytest.mark.parametrize("kernels", ["sm90", "fp32", "fp64"])
+def test_the_reduced_set_of_the_sanitizers_is_made_of_valid_calls(kernels):
+    for shape, options in dropout_calls.problems():
+        host = dropout_calls.arrays(packed_calls.dtype_of(kernels), 32, shape)
+        found = dropout_calls.solve(host, options, lambda x: x)
+        assert dropout_calls.is_right(host, options, found, kernels), (shape, options)
+        i = len(shape) % 4
+        wrong = (*found[:i], 1.1 * found[i].astype(float), *found[i + 1 :])
+        assert not dropout_calls.is_right(host, options, wrong, kernels)
+
+
+def test_calls_of_the_sanitizers_reach_builds_with_dropout():
+    for kernels, dim in dropout_calls.parts("sm_90a"):
+        rows = dropout_calls.rows_of(kernels, dim, "sm_90a")
+        assert any(row.dropout or row.source == "mask/dropout_mask" for row in rows)
+    assert {kernels for kernels, _ in dropout_calls.parts("sm_80")} == {"sm80", "fp32", "fp64"}

@@ -15,6 +15,7 @@ import numpy as np
 from fa_cupy import layouts
 from fa_cupy.core import arrays
 from tests.support import imports
+from validation.emulator.launcher import EmulatorLauncher
 
 B = 128
 MODULES = ("attention_backward", "attention", "mask_tiles", "tile_ops")
@@ -47,6 +48,10 @@ class Device(np.ndarray):
 
     def get(self):
         return np.array(self)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
 
 
 def device(x):
@@ -211,6 +216,7 @@ def in_place_of_cublas(monkeypatch):
     memory = {
         "refuse_products": lambda *what: None,
         "empty": empty,
+        "launcher": lambda device: EmulatorLauncher(),
     }
     replaced = {
         "fa_cupy.gpu.masks.binding": vars(lists),
@@ -220,11 +226,11 @@ def in_place_of_cublas(monkeypatch):
         "fa_cupy.gpu.workspace": memory,
     }
     monkeypatch.setitem(sys.modules, "cupy", namespace())
-    modules = [f"fa_cupy.gpu.cublas.{name}" for name in MODULES]
+    modules = ["fa_cupy.gpu.masks.dropout", *[f"fa_cupy.gpu.cublas.{name}" for name in MODULES]]
     with imports.anew([*replaced, *modules]):
         for name, names in replaced.items():
             sys.modules[name] = module = ModuleType(name)
             vars(module).update(names)
         yield SimpleNamespace(
-            **{n: importlib.import_module(m) for n, m in zip(MODULES, modules, strict=True)}
+            **{n: importlib.import_module(m) for n, m in zip(MODULES, modules[1:], strict=True)}
         )

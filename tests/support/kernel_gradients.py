@@ -8,7 +8,7 @@ from fa_cupy import _definitions, reference
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels import backward
 from fa_cupy.gpu.kernels.attention_backward import VARIANTS, select
-from fa_cupy.gpu.kernels.score import score_mod_of, takes_bias, with_float32_bias
+from fa_cupy.gpu.kernels.score import bias_at, score_mod_of, takes_bias, with_float32_bias
 from tests.support import strategies
 from tests.support.gradients import hold
 from tests.support.kernel_attention import BANDS, DTYPES, any_sinks, blocks_of, draw
@@ -161,8 +161,11 @@ def score_of(call):
     options = {"bias": None, "mask": None, **call.options}
     operands_in(options)
     problem = attention_problem.attention_problem(call.q, call.k, call.v, **options)
+    bias = options["bias"]
     if not takes_bias(problem):
-        problem, _ = with_float32_bias(np, problem, options["bias"])
+        problem, bias = with_float32_bias(np, problem, bias)
+    if bias is not None:
+        problem = bias_at(problem, bias.ctypes.data)
     return score_mod_of(problem, sloped=True)
 
 

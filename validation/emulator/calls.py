@@ -31,7 +31,7 @@ from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PIECE_PAIRS, PairBias
 from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
-from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
+from fa_cupy.gpu.kernels.score import bias_at, takes_bias, with_float32_bias
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.keys.offsets import key_arrays
 from fa_cupy.score.program import Operands
@@ -83,6 +83,8 @@ def attention(
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)
+    if bias is not None:
+        problem = bias_at(problem, bias.ctypes.data)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, attention_problem.sum_dtype(problem.dtype))
     view = attention_problem.out_view(problem, out.shape, out.strides)
@@ -294,6 +296,8 @@ def attention_backward(
     bias_dtype = problem.bias_dtype
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)
+    if bias is not None:
+        problem = bias_at(problem, bias.ctypes.data)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     dbias, of_bias = None, None
     if any(isinstance(row, BwdDbiasSm80 | BwdDbiasSm90 | DbiasRows) for row in rows):

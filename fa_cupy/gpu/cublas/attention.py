@@ -17,6 +17,7 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.cublas import blas, elementwise, tile_ops
 from fa_cupy.gpu.cublas.mask_tiles import TABLE_M, MaskTiles, TableTile
+from fa_cupy.gpu.masks.dropout import TileDropout
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.program import entries as score_entries
 from fa_cupy.score.tiles import TileScore
@@ -81,7 +82,9 @@ def attention(
         return out, lse if return_lse else None
     out_view = attention_problem.out_view(problem, out.shape, out.strides)
     lse_view = attention_problem.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
-    places = [] if score is None else [*score_entries(cupy, problem.out_shape[:-2])]
+    dropout = problem.dropout
+    numbered = score is not None or dropout is not None
+    places = [*score_entries(cupy, problem.out_shape[:-2])] if numbered else []
     views = [
         problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view,
         problem.sinks, *[attention_problem.batch_view(problem, x, 1, 1) for x in places],
@@ -97,7 +100,8 @@ def attention(
         if bits is not None:
             x[4] = MaskTiles(bits, x[4][:, 0, 0])
         made = None if score is None else TileScore(cupy, score, x[8], x[9], dtype)
-        operands = tiled_attention.Operands(*x[:8], score=made)
+        dropped = None if dropout is None else TileDropout(dropout, x[8], x[9])
+        operands = tiled_attention.Operands(*x[:8], score=made, dropout=dropped)
         for begin in range(0, problem.q_len, tile_m):
             rows = (begin, min(begin + tile_m, problem.q_len))
             tasks.append((operands, *rows, _TILE_N))

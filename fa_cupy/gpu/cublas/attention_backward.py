@@ -22,6 +22,7 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.cublas import attention, elementwise, linear_elementwise, tile_ops
 from fa_cupy.gpu.cublas.mask_tiles import TABLE_M, MaskTiles
+from fa_cupy.gpu.masks.dropout import TileDropout
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients
@@ -75,10 +76,12 @@ def backward(
         # Queries that few of a tile's keys are seen by are computed for all of them.
         tile_n = attention._TILE_N if bits is None else TABLE_M
         of = None if score is None else partial(_tile_score, score, dtype)
-        stacks = [
-            gradients.operands(found, [*grads], *gradients.sparse(bits, found, MaskTiles), score=of)
-            for found in batching.stacks(cupy, arrays, views, stack)
-        ]
+        dropped = None if problem.dropout is None else partial(TileDropout, problem.dropout)
+        stacks = []
+        for found in batching.stacks(cupy, arrays, views, stack):
+            sparse = gradients.sparse(bits, found, MaskTiles)
+            x = gradients.operands(found, [*grads], *sparse, score=of, dropout=dropped)
+            stacks.append(x)
         for x in stacks:
             for rows in _bounds(problem.q_len, tile_m):
                 attention_backward.prepare(steps, x, *rows)

@@ -105,7 +105,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         builds = (row.for_lengths(wanted.lengths) for row in builds)
         return (row.for_dropout(True) for row in builds) if wanted.dropout else builds
 
-    if wanted.dropout and (wanted.dtype not in DTYPE_NAMES or wanted.packed):
+    if wanted.dropout and wanted.dtype not in DTYPE_NAMES:
         return ()
     if wanted.dtype in ("float32", "float64"):
         # Other calls do without these modules, whose import takes some milliseconds.

@@ -164,15 +164,18 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
     if found is None:
         return None
-    if problem.dropout is not None:
-        return found.for_dropout(True)
-    return found if problem.offsets is None else found.for_sequences(True)
+    if problem.offsets is not None:
+        found = found.for_sequences(True)
+    return found if problem.dropout is None else found.for_dropout(True)
 
 
 def takes_dropout(problem: Problem) -> bool:
     """Whether kernels of the dtype of a problem have builds for its dropout."""
-    places = problem.offsets, problem.k_lengths, problem.pages
-    return places == (None, None, None) and problem.dtype.itemsize == 2
+    if problem.dropout is None or problem.dropout.placed:
+        return False
+    if problem.dtype.itemsize == 2:
+        return problem.k_lengths is None and problem.pages is None
+    return problem.dtype == fwd_fp32.DTYPE
 
 
 def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:

@@ -58,9 +58,13 @@ def _plan_apart(jobs: Sequence[Traits], launcher: Launcher, algorithm: str) -> P
 
 
 def choice_of(
-    problems: Sequence[Product], launcher: Launcher, algorithm: str, mapped: bool
-) -> Choice | None:
-    """Return how some products are computed in one launch; None where no kernel does that."""
+    problems: Sequence[Product], launcher: Launcher, algorithm: str, mapped: bool,
+    halved: bool = False,
+) -> Choice | None:  # fmt: skip
+    """Return how some products are computed in one launch; None where no kernel does that.
+
+    `halved` is as in `fa_cupy.gpu.kernels.linear.cost_model.choose`.
+    """
     if launcher.target is None:
         return None
     first = problems[0]
@@ -68,7 +72,7 @@ def choice_of(
     v_dim = max([problem.v_dim for problem in problems])
     return choose(
         first.dtype.name, math.prod(first.batch), first.k_len, qk_dim, v_dim, launcher.target,
-        launcher.multiprocessors, algorithm, mapped, len(problems),
+        launcher.multiprocessors, algorithm, mapped, len(problems), halved=halved,
     )  # fmt: skip
 
 

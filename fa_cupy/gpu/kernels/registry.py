@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from fa_cupy.gpu.kernels import attention_backward
-from fa_cupy.gpu.kernels.attention import row_intervals
+from fa_cupy.gpu.kernels.attention import bwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.dbias.dbias_rows import DbiasRows
 from fa_cupy.gpu.kernels.attention.full_precision import split_kv
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
@@ -18,6 +18,7 @@ from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.forward import FP64_VARIANTS, VARIANTS
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
+from fa_cupy.gpu.kernels.mask import dropout_mask
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES
 from fa_cupy.gpu.kernels.mask.transpose_words import TRANSPOSE
 from fa_cupy.gpu.kernels.score import ScoreMod
@@ -33,6 +34,10 @@ SCORE_EXAMPLES = (
 )
 #: Those that make tables of masks.
 MASKS: tuple[Variant, ...] = (TABLES, TRANSPOSE)
+#: Those that write the decisions of dropout, of dense calls and of packed sequences.
+DECISIONS: tuple[Variant, ...] = (
+    dropout_mask.VARIANT, dropout_mask.VARIANT.for_sequences(True),
+)  # fmt: skip
 #: Those that read the pairs of masks one by one.
 PAIRS: tuple[PairVariant, ...] = (
     *fwd_pairs.VARIANTS, *bwd_dq_pairs.VARIANTS, *bwd_dkdv_pairs.VARIANTS,
@@ -54,6 +59,16 @@ SCORED: tuple[Variant, ...] = tuple(
     row.for_score(score)
     for rows in (VARIANTS, _GRADIENTS, PAIRS, SPLITKV, FP64_VARIANTS)
     for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
+)
+#: Builds of gradients on Hopper for a bias of pairs: copied to shared memory, loaded to registers
+#: where its rows cannot be copied. In 16 bits those of outputs for the latter, too.
+OF_PAIRS: tuple[Variant, ...] = tuple(
+    row.for_score(ScoreMod(bias_axes="pair", bias_dtype=dtype, by_registers=by_registers))
+    for row in (*VARIANTS, *bwd_sm90.VARIANTS)
+    if row.dtype == "bfloat16" and row.dim in (64, 128) and not row.sparse
+    for dtype, by_registers in itertools.product(("bfloat16", "float32"), (False, True))
+    if isinstance(row, bwd_sm90.BwdSm90)
+    or (isinstance(row, FwdSm90) and by_registers and dtype == row.dtype)
 )
 # What packed sequences and key lengths have builds of. One of the 16-bit dtypes stands for both.
 _UNMASKED: tuple[Variant, ...] = tuple(
@@ -108,13 +123,18 @@ SPLIT: tuple[Variant, ...] = (
     *fwd_join_splits.VARIANTS,
 )
 #: Builds of attention and its gradients that drop weights.
-DROPOUT: tuple[Variant, ...] = tuple(
-    row.for_dropout(True)
-    for row in (*VARIANTS, *attention_backward.WITH_DROPOUT)
-    if row.dtype == "bfloat16" and not row.sparse
+DROPOUT: tuple[Variant, ...] = (
+    *(
+        row.for_sequences(packed).for_dropout(True)
+        for packed in (False, True)
+        for row in (*VARIANTS, *attention_backward.WITH_DROPOUT)
+        if not row.sparse
+        and (row.dtype == "bfloat16" or (row.dtype == "float32" and row.dim in (64, 256)))
+    ),
+    row_intervals.VARIANT.for_dropout(True),
 )
 ROWS: tuple[Variant, ...] = (
-    *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *GRADIENTS,
+    *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *OF_PAIRS, *GRADIENTS,
     *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *LENGTHS,
-    *SPLIT, *DROPOUT,
+    *SPLIT, *DROPOUT, *DECISIONS,
 )  # fmt: skip

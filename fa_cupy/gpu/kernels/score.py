@@ -58,6 +58,9 @@ class ScoreMod(NamedTuple):
         Whether float32 holds the integers that it converts.
     sloped : bool
         Whether its derivative is wanted, as it is of gradients.
+    by_registers : bool
+        Whether threads load a bias of pairs to their registers, because its rows cannot be copied
+        by 16 bytes. Otherwise kernels may copy it to shared memory.
     """
 
     softcap: bool = False
@@ -66,6 +69,7 @@ class ScoreMod(NamedTuple):
     program: Program | None = None
     exact: bool = True
     sloped: bool = False
+    by_registers: bool = False
 
     @property
     def name(self) -> str:
@@ -75,6 +79,7 @@ class ScoreMod(NamedTuple):
         parts = ["softcap"] * self.softcap
         if self.bias_axes:
             parts.append(f"{self.bias_dtype}_bias_of_{self.bias_axes}")
+        parts += ["by_registers"] * self.by_registers
         return "-".join(parts) or "any_scale"
 
     @property
@@ -103,8 +108,15 @@ class ScoreMod(NamedTuple):
 
     @property
     def has_16_bit_pairs(self) -> bool:
-        """Whether there is a bias of pairs in 16 bits, which ``fwd_sm90`` stages."""
+        """Whether there is a bias of pairs in 16 bits."""
         return self.bias_axes == "pair" and self.bias_dtype in ("float16", "bfloat16")
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of an element of a bias that may come by way of shared memory; 0 of any other."""
+        if self.bias_axes != "pair" or self.by_registers:
+            return 0
+        return {"float16": 2, "bfloat16": 2, "float32": 4}.get(self.bias_dtype, 0)
 
     @property
     def headers(self) -> dict[str, bytes]:
@@ -137,7 +149,18 @@ def score_mod_of(problem: Problem, sloped: bool = False) -> ScoreMod | None:
         return ScoreMod(softcap=True)
     by_query, by_key = _bias_steps(problem)
     axes = BIAS_AXES[(by_query != 0) + 2 * (by_key != 0) or 1]
-    return ScoreMod(problem.softcap > 0, axes, problem.bias_dtype.name)
+    # Kernels of float32 and float64, and those for masks, have no stage for a bias.
+    stages = axes == "pair" and problem.mask is None and problem.dtype.itemsize == 2
+    by_registers = stages and not _rows_are_aligned(problem)
+    return ScoreMod(problem.softcap > 0, axes, problem.bias_dtype.name, by_registers=by_registers)
+
+
+def bias_at(problem: Problem, address: int) -> Problem:
+    """Return a problem that says whether its bias begins at a multiple of 16 bytes."""
+    aligned = address % 16 == 0
+    if problem.bias_aligned == aligned:
+        return problem
+    return dataclasses.replace(problem, bias_aligned=aligned)
 
 
 def takes_bias(problem: Problem) -> bool:
@@ -253,6 +276,17 @@ def _inverse(softcap: float) -> np.float32:
         with np.errstate(over="ignore"):  # past the last number, where the loop ends
             inverse = np.nextafter(inverse, np.float32(np.inf))
     return inverse
+
+
+def _rows_are_aligned(problem: Problem) -> bool:
+    """Whether all rows of the bias lie as they are, at multiples of 16 bytes."""
+    assert problem.bias is not None
+    assert problem.bias_dtype is not None
+    by_query, by_key = _bias_steps(problem)
+    batch = zip(problem.batch, problem.bias.strides, strict=False)
+    steps = [by_query, *[step for size, step in batch if size > 1]]
+    dense = by_key == problem.bias_dtype.itemsize
+    return problem.bias_aligned and dense and not any(step % 16 for step in steps)
 
 
 def _bias_steps(problem: Problem) -> tuple[int, int]:

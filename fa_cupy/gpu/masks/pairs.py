@@ -103,6 +103,11 @@ def counts_with_bias(name: str, problem: Problem, mask: BitMask, target: str | N
     NotImplementedError
         For a call that no kernel over pairs serves; `name` is what the error speaks of.
     """
+    if problem.dropout is not None:
+        raise NotImplementedError(
+            f"{name}: dropout is {problem.dropout.p:g} and bias is a sparse matrix on a GPU, want "
+            "one of them (or arrays on the CPU)"
+        )
     if not takes_scale(problem):
         raise NotImplementedError(
             f"{name}: bias is a sparse matrix on a GPU, and scale and softcap are {problem.scale} "

@@ -25,8 +25,8 @@ CALLS = [
 ]
 
 
-def kernels(dtype, dim, masked=False, target="sm_80"):
-    wanted = backward.Wanted(dtype, dim, masked, mapped=target == "sm_90a", dropout=True)
+def kernels(dtype, dim, masked=False, target="sm_80", **more):
+    wanted = backward.Wanted(dtype, dim, masked, mapped=target == "sm_90a", dropout=True, **more)
     return select(wanted, target)
 
 
@@ -81,9 +81,44 @@ def test_gradient_of_a_bias(axes):
 
 
 def test_what_has_no_build_is_not_chosen():
-    for more in ({"packed": True}, {"strided": False, "mapped": False}, {"dtype": "float32"}):
+    for more in ({"strided": False, "mapped": False}, {"dtype": "float32"}):
         wanted = {"dtype": "float16", "dim": 64, "dropout": True} | more
         assert select(backward.Wanted(**wanted), "sm_90a") == ()
+
+
+#: Queries and keys at which sequences begin.
+OFFSETS = np.array([0, 3, 3, 21, 66]), np.array([5, 40, 61, 130, 190])
+PACKED = [call for call in CALLS if not call[2]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "masked", "target"), some(PACKED, lambda call: (call[1] > 128, *call[2:]))
+)
+def test_packed_sequences(dtype, dim, masked, target):
+    rows = kernels(dtype, dim, target=target, packed=True)
+    given = {"q_offsets": OFFSETS[0], "k_offsets": OFFSETS[1]}
+    check(rows, dtype, dim, **given, **BANDS[1])
+    check(rows, dtype, dim, bad=True, **given)
+
+
+PLANTED_PACKED = {
+    "a sequence": ("bwd_dkdv_sm80", ("entry.b += place.sequence;\n  return", "return")),
+    "a query": ("bwd_dkdv_sm80", ("first_query + j / 2 * 8 + j % 2,", "first_query + j / 2 * 8,")),
+    "another query": ("bwd_sm90", ("query + 2 * pair + i, key);", "query + 2 * pair, key);")),
+    "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED_PACKED)
+def test_a_planted_bug_of_packed_sequences_is_found(tmp_path, name):
+    stem, change = PLANTED_PACKED[name]
+    source = plant(tmp_path, f"attention/{stem}", change)
+    target = "sm_90a" if stem == "bwd_sm90" else "sm_80"
+    rows = kernels("float16", 64, target=target, packed=True)
+    given = {"q_offsets": OFFSETS[0], "k_offsets": OFFSETS[1]}
+    with pytest.raises(AssertionError):
+        check(rows, "float16", 64, bad=stem == "bwd_nonfinite", **given,
+              sources={f"attention_{stem}": source})  # fmt: skip
 
 
 PLANTED = {

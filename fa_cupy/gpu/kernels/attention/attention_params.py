@@ -72,6 +72,9 @@ DROPOUT_PARAMS = np.dtype(
         ("factor", np.float32),
         ("inverse_factor", np.float32),
         ("heads", np.int32),
+        ("sequences", np.int32),
+        ("sequence", np.int32),
+        ("places", np.uint64),
     ],
     align=True,
 )
@@ -316,12 +319,18 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
 
 
 def fill_dropout(p: Any, problem: Problem, dropout: Dropout) -> None:
-    """Write what a kernel knows of dropout, all but the seed and a launch's first entry."""
+    """Write what a kernel knows of dropout, all but addresses and a launch's first entry."""
+    fill_decisions(p, dropout)
+    p["heads"] = math.prod(problem.out_shape[-3:-2])
+
+
+def fill_decisions(p: Any, dropout: Dropout) -> None:
+    """Write what decisions follow from besides the seed, and what they are multiplied by."""
     upper, lower = divmod(dropout.threshold, 1 << 32)
     p["threshold"] = [0xFFFFFFFF * (upper >> bit & 1) for bit in range(len(p["threshold"]))]
     p["lower_threshold"] = lower
     p["factor"], p["inverse_factor"] = dropout.factor, 1 - dropout.p
-    p["heads"] = math.prod(problem.out_shape[-3:-2])
+    p["sequences"], p["sequence"] = dropout.sequences, dropout.sequence
 
 
 def mask_addresses(prefix: str = "", whole: bool = True) -> dict[str, str]:

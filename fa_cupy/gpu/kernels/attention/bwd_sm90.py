@@ -17,6 +17,9 @@ PIECES = 2
 _WORK_BYTES = 52  # WorkTile
 # Tiles of 64 queries at dim 64, where those of 128 leave too few registers.
 _NARROW: dict[str, Any] = {"tile_m": 64, "stages": 3, "defer_dq": False}
+# A tile of a bias has the place of a buffer for results above dim 64. ms at dim 128 with a bias in
+# float32, full and causal: 2.94 and 1.77; in the place of a stage of Q and one of dO 3.77 and 2.01.
+_WITH_BIAS: dict[str, Any] = {"staging_stages": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +65,16 @@ class BwdSm90(BackwardSm90):
         barriers = 4 + 2 * rings + staging_barriers - staging
         notes = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
         end = self.end_of_offsets(notes)
-        stages_bias = self.score is not None and self.stages_bias
-        bias = 2 * self.tile_m * self.tile_n if stages_bias else 0
+        # A first call takes a step for each function: none is called for plain scores.
+        bias = self.bias_bytes * self.tile_m * self.tile_n if self.score else 0
         staged = staging * 4 * 64 * self.dq_tile_m
         kept = DROPOUT_ENTRY_BYTES * self.stages + 8 * self.tile_m * GROUPS if self.dropout else 0
         return tiles + scores + bias + staged + rows + -(-end // 16) * 16 + kept
 
     @property
-    def stages_bias(self) -> bool:
-        """Whether a bias of pairs comes by way of shared memory: ``kStageBias``."""
-        fits = self.dim <= 64 and self.tile_m <= 64
-        return fits and not self.sparse and self.score is not None and self.score.has_16_bit_pairs
+    def bias_bytes(self) -> int:
+        """Bytes of an element of a bias that comes by way of shared memory; 0 of any other."""
+        return 0 if self.sparse or self.score is None else self.score.staged_bytes
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -83,6 +85,7 @@ class BwdSm90(BackwardSm90):
             ("FA_STAGING_STAGES", self.staging_stages),
             ("FA_STORE_THREADS", self.store_threads),
             ("FA_DEFER_DQ", int(self.defer_dq)),
+            *((("FA_STAGE_BIAS", 1),) if self.score and self.bias_bytes else ()),
         )
 
     def for_score(self, score: ScoreMod | None) -> BwdSm90:
@@ -90,7 +93,8 @@ class BwdSm90(BackwardSm90):
         if score is None:
             return self
         fits = self.tile_m < 128 or (_fits_wide_tiles(score) and not self.packed)
-        return replace(self, score=score, **({} if fits else _NARROW))
+        row = replace(self, score=score, **({} if fits else _NARROW))
+        return replace(row, **_WITH_BIAS) if row.bias_bytes and row.dim > 64 else row
 
     def for_sequences(self, packed: bool) -> BwdSm90:
         """Return the build of this row for packed sequences, or for none."""

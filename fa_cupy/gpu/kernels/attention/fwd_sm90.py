@@ -157,13 +157,11 @@ class FwdSm90(Variant):
     @property
     def bias_bytes(self) -> int:
         """Bytes of an element of a bias that comes by way of shared memory; 0 of any other."""
-        score = self.score
-        if self.sparse or score is None or score.bias_axes != "pair":
+        if self.sparse or self.score is None:
             return 0
-        if score.has_16_bit_pairs:
-            return 2
-        # At dim 192 there is no room for a tile.
-        return 4 if score.bias_dtype == "float32" and self.dim != 192 else 0
+        staged_bytes = self.score.staged_bytes
+        # At dim 192 there is no room for a tile of float32.
+        return 0 if staged_bytes == 4 and self.dim == 192 else staged_bytes
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

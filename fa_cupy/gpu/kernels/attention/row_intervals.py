@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,10 @@ ROW_INTERVALS_PARAMS = np.dtype(
     + [("blocks", np.int32, (4,))],
     align=True,
 )
+#: With dropout also where each row is in its sequence.
+PARAMS_WITH_PLACES = np.dtype([("plain", ROW_INTERVALS_PARAMS), ("places", np.uint64)], align=True)
+#: Bytes of a ``struct RowPlace`` of ``cuda_src/common/dropout.cuh``.
+PLACE_BYTES = 16
 # What the threads of each part of the grid write: those of tiles, which take longest, come first.
 _PARTS = ("key_tiles", "order"), ("query_tiles",), ("keys_of_row",), ("rows_of_key",)
 
@@ -55,13 +59,18 @@ class RowIntervals(Variant):
         return 4 * self.warps + 4 * self.threads + INTERVAL_BYTES * CACHED_TILES
 
     @property
+    def params(self) -> np.dtype[Any]:
+        """Of its struct."""
+        return PARAMS_WITH_PLACES if self.dropout else ROW_INTERVALS_PARAMS
+
+    @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
         return (
             *super().defines,
             ("FA_THREADS", self.threads),
             ("FA_CACHED_TILES", CACHED_TILES),
-            ("FA_ROW_INTERVALS_PARAMS_BYTES", ROW_INTERVALS_PARAMS.itemsize),
+            ("FA_ROW_INTERVALS_PARAMS_BYTES", self.params.itemsize),
         )
 
 
@@ -88,9 +97,19 @@ class Intervals(NamedTuple):
     addresses: dict[str, str]
 
     def before(self, steps: Sequence[Step], prefix: str = "") -> list[Step]:
-        """Return all launches, given the kernel's and the path of its ``AttentionParams``."""
+        """Return all launches, given the kernels' and the path of their ``AttentionParams``.
+
+        Builds without dropout have no field for the places of rows.
+        """
         found = {f"{prefix}{field}": name for field, name in self.addresses.items()}
-        return [self.step, *[s._replace(addresses={**s.addresses, **found}) for s in steps]]
+        plain = {field: name for field, name in found.items() if name != "places"}
+        return [
+            self.step,
+            *[
+                s._replace(addresses={**s.addresses, **(found if s.variant.dropout else plain)})
+                for s in steps
+            ],
+        ]
 
 
 def supports(problem: Problem) -> bool:
@@ -137,5 +156,13 @@ def intervals(problem: Problem, tile_m: int, tile_n: int, wanted: Sequence[str])
     threads = [max(count.get(name, 0) for name in part) for part in _PARTS]
     p["blocks"] = blocks = [-(-n // VARIANT.threads) for n in threads]
     places = dict(zip(OUTPUTS, MASK_LISTS.names or (), strict=False))
-    step = Step(VARIANT, sum(blocks), params, {name: name for name in (*OFFSETS, *sizes)})
-    return Intervals(step, sizes, {f"mask.{places[name]}": name for name in sizes})
+    addresses = {name: name for name in (*OFFSETS, *sizes)}
+    found = {f"mask.{places[name]}": name for name in sizes}
+    if problem.dropout is None:
+        return Intervals(Step(VARIANT, sum(blocks), params, addresses), sizes, found)
+    more = np.zeros(1, PARAMS_WITH_PLACES)
+    more["plain"] = params
+    addresses = {f"plain.{name}": name for name in addresses} | {"places": "places"}
+    sizes["places"] = PLACE_BYTES * items[0]
+    step = Step(VARIANT.for_dropout(True), sum(blocks), more, addresses)
+    return Intervals(step, sizes, found | {"dropout.places": "places"})

@@ -16,6 +16,7 @@ from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVarian
 _Row = tuple[ProductVariant, ProductVariant | None]  # and what sums states of its segments
 #: Rows of a sequence that one block can count.
 _MAX_ROWS = 2**31 - 2**16
+_LEAST_HALVED = 4  # segments of products in two halves
 
 # The cost model, in microseconds and bytes. An H200's memory gives each of its 132 multiprocessors
 # 32 KB a microsecond; other devices differ in both alike. What a chunk takes at least: barriers and
@@ -50,6 +51,7 @@ _LOW_OCCUPANCY_CLOCKS, _LOW_OCCUPANCY_DIM_CLOCKS, _LOW_OCCUPANCY_ISSUE_CLOCKS = 
 def choose(
     dtype: str, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int,
     algorithm: str = "auto", mapped: bool = True, jobs: int = 1, packed: bool = False,
+    halved: bool = False,
 ) -> Choice | None:  # fmt: skip
     """Pick the kernels and the split of a product: the only place where that is decided.
 
@@ -71,6 +73,9 @@ def choose(
         Such products in one launch, which kernels for SM90 alone can do.
     packed : bool, optional
         Whether entries are packed sequences, of `length` rows on average.
+    halved : bool, optional
+        Whether the states of all segments are wanted before outputs are computed: only splits with
+        a pass for states, and few rows in the last segment, which has none otherwise.
 
     Returns
     -------
@@ -91,6 +96,9 @@ def choose(
             choices += _ways(
                 [pair for pair in rows if pair[0].algorithm == name], *call, target, sms
             )
+    if halved:
+        some = [choice for choice in choices if choice.states is not None]
+        choices = [choice for choice in some if choice.segments >= _LEAST_HALVED] or some
     return min(choices, key=lambda choice: (choice.microseconds, choice.segments), default=None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import BAND_BYTES
-from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, Variant
 
 DTYPE = "float32"
 _WORK_BYTES = 80  # TileWork, KeyTiles and TileRange in cuda_src/common
@@ -32,6 +32,7 @@ class FwdFp32(Variant):
         tiles = 4 * self.dim * (self.tile_m + 2 * self.tile_n)
         listed = _LISTED_BYTES + 8 * self.threads if self.sparse else 0  # with words of a block
         work = _WORK_BYTES + (BAND_BYTES if self.lengths else 0)
+        work += DROPOUT_ENTRY_BYTES * self.dropout
         return tiles + 4 * (self.tile_m + 2 * self.tile_n) + work + listed
 
     @property

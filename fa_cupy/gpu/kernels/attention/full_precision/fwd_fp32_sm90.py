@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fa_cupy.gpu.kernels.attention.attention_params import (
-    ATTENTION_PARAMS,
     MAX_BATCH_AXES,
     MAX_GRID,
     Traits,
@@ -18,15 +18,19 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 from fa_cupy.gpu.kernels.attention.full_precision import split_kv
 from fa_cupy.gpu.kernels.attention.full_precision.key_lengths import BAND_BYTES
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, PARAMS
 from fa_cupy.gpu.plan import Step
 
 DTYPE = "float32"
 #: ``struct FwdFp32Sm90Params`` of ``cuda_src/attention/fwd_fp32_sm90.cu``.
-FWD_FP32_SM90_PARAMS = np.dtype(
-    [("common", ATTENTION_PARAMS)]
-    + [(name, np.uint64) for name in ("k", "v")]
-    + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in ("k", "v")],
-    align=True,
+FWD_FP32_SM90_PARAMS, _PARAMS_WITH_DROPOUT = (
+    np.dtype(
+        [("common", common)]
+        + [(name, np.uint64) for name in ("k", "v")]
+        + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in ("k", "v")],
+        align=True,
+    )
+    for common in PARAMS
 )
 #: So many queries that share keys pay for splitting these: about 200 take as long as that does.
 LEAST_ROWS = 512
@@ -55,12 +59,18 @@ class FwdFp32Sm90(split_kv.OfSplitTiles):
         return next(rows).for_lengths(self.lengths)
 
     @property
+    def params(self) -> np.dtype[Any]:
+        """Of its struct."""
+        return _PARAMS_WITH_DROPOUT if self.dropout else FWD_FP32_SM90_PARAMS
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: Q, tiles of K and V in pairs, factors, barriers, the work."""
         tiles = self.stages + self.v_stages
         pairs = 2 * self.parts * self.dim * self.tile_m + tiles * self.copied_bytes
         rest = 4 * (self.tile_m + self.stages) + 4  # a number for each tile of K, and a gap
         work = _WORK_BYTES + (BAND_BYTES if self.lengths else 0)
+        work += DROPOUT_ENTRY_BYTES * self.dropout
         return _round_up(pairs + rest // 8 * 8 + 16 * tiles + work)
 
     @property
@@ -69,7 +79,7 @@ class FwdFp32Sm90(split_kv.OfSplitTiles):
         return (
             *super().defines,
             ("FA_V_STAGES", self.v_stages),
-            ("FA_FWD_FP32_SM90_BYTES", FWD_FP32_SM90_PARAMS.itemsize),
+            ("FA_FWD_FP32_SM90_BYTES", self.params.itemsize),
         )
 
     @property
@@ -132,7 +142,7 @@ def steps(traits: Traits, variant: FwdFp32Sm90) -> tuple[list[Step], dict[str, i
     first, sizes = split_kv.step(traits, variant.split)
     common, parts = make_params(traits, variant.tile_m)
     (part,) = parts
-    params = np.zeros(1, FWD_FP32_SM90_PARAMS)
+    params = np.zeros(1, variant.params)
     params["common"] = common
     tiles = -(-traits.problem.k_len // variant.tile_n)
     for name in ("k", "v"):

@@ -1,0 +1,1 @@
+"""Sums of what ranks have found, on NumPy arrays."""

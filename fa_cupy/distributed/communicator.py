@@ -1,0 +1,190 @@
+"""What ranks need of each other: records, arrays, and errors that reach all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fa_cupy.core import checks
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, or has ended while this one waits for it."""
+
+
+class Transfer(Protocol):
+    """Arrays on their way, as `Communicator.start` returns them."""
+
+    def wait(self) -> None:
+        """Let what follows on this rank use all of them.
+
+        On a GPU the current stream waits, not the host. Transfers are waited for in the order in
+        which they were started.
+        """
+
+
+class Communicator(ABC):
+    """What the functions of `fa_cupy.distributed` need of a group of ranks.
+
+    Attributes
+    ----------
+    rank : int
+        The number of this rank, from 0 on.
+    size : int
+        The number of ranks.
+    timeout : float
+        Seconds after which waiting for another rank is an error.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+
+    @abstractmethod
+    def gather(self, record: bytes, place: str) -> list[bytes]:
+        """Return the records of all ranks, by rank; all of them call this.
+
+        Parameters
+        ----------
+        record : bytes
+            That of this rank, of any length.
+        place : str
+            What errors say that the rank waited in.
+        """
+
+    @abstractmethod
+    def start(
+        self,
+        sends: Sequence[tuple[int, Any]],
+        receives: Sequence[tuple[int, Any]],
+        place: str,
+    ) -> Transfer:
+        """Start to send arrays to ranks, and to receive arrays from ranks.
+
+        Parameters
+        ----------
+        sends, receives : sequence of (int, array)
+            Each with the other rank. The arrays are dense in C order, and stay as they are until
+            the transfer was waited for. What a rank sends to another one arrives in that order, in
+            arrays of the same size.
+        place : str
+            What errors say that the rank waited in.
+        """
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on: they raise a `RankError` where they wait."""
+
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this rank has the interpreter to itself until it waits.
+
+        It is one for ranks that share an interpreter and do no more than to queue work on GPUs:
+        they would otherwise take turns at each call of CUDA.
+        """
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Return a context whose errors reach the other ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+
+class Facts(NamedTuple):
+    """What the ranks of a call compare before any array is sent.
+
+    Attributes
+    ----------
+    shared : mapping of str
+        What has to be the same on all ranks, by argument.
+    own : object
+        What each rank needs to know of the others.
+    """
+
+    shared: Mapping[str, Any]
+    own: Any
+
+
+def require(name: str, comm: Any) -> Communicator:
+    """Return `comm`, which has to be a communicator."""
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            f"{name}: comm is {checks.show(comm)}, want a communicator of fa_cupy.distributed "
+            "(that of local(n), an MpiCommunicator or an NcclCommunicator)"
+        )
+    return comm
+
+
+def record_of(name: str, facts: Facts) -> bytes:
+    """Return what a rank tells the others of its call."""
+    return pickle.dumps((name, None, *facts))
+
+
+def agree(comm: Communicator, name: str, describe: Callable[[], Facts | bytes]) -> list[Any]:
+    """Return `Facts.own` of all ranks, after all of them have seen that their calls match.
+
+    An error of `describe` on one rank is raised on all: there as it is, elsewhere as a `RankError`.
+    The ranks decide by the records of all, so that none of them waits for one that has raised.
+
+    Parameters
+    ----------
+    comm : Communicator
+    name : str
+        The public function that errors speak of.
+    describe : callable
+        Checks the arguments of this rank and returns its `Facts`, or `record_of` them.
+    """
+    error: Exception | None = None
+    try:
+        facts = describe()
+        record = facts if isinstance(facts, bytes) else record_of(name, facts)
+    except Exception as e:
+        error = e
+        record = pickle.dumps((name, f"{type(error).__name__}: {error}", {}, None))
+    records = comm.gather(record, name)
+    if error is not None:
+        raise error
+    if all(other == record for other in records):
+        return [pickle.loads(record)[3]] * comm.size
+    found = [pickle.loads(other) for other in records]
+    for rank, (other, text, _, _) in enumerate(found):
+        if other != name:
+            raise RankError(f"{name}: rank {rank} is in {other}, rank {comm.rank} in {name}")
+        if text is not None:
+            raise RankError(f"{name}: rank {rank} has raised {text}")
+    first = found[0][2]
+    for rank, (_, _, shared, _) in enumerate(found):
+        for arg, value in shared.items():
+            if value != first[arg]:
+                raise ValueError(
+                    f"{name}: {arg} is {checks.show(first[arg])} on rank 0 and "
+                    f"{checks.show(value)} on rank {rank}, want the same on all ranks"
+                )
+    return [own for _, _, _, own in found]
+
+
+def overdue(place: str, rank: int, timeout: float, other: int | None = None) -> TimeoutError:
+    """Return the error of a rank that waits for too long."""
+    whom = "other ranks" if other is None else f"rank {other}"
+    return TimeoutError(
+        f"{place}: rank {rank} has waited {timeout:g} s for {whom}, which may have ended or be in "
+        "another function (the argument `timeout` of the communicator sets this time)"
+    )
+
+
+def over_ranks(comm: Communicator, xp: Any, own: Any, place: str) -> Any:
+    """Return the sum of arrays of all ranks, in the order of these; `own` is that of this one."""
+    others = [(comm.rank + i) % comm.size for i in range(1, comm.size)]
+    parts = {rank: xp.empty(own.shape, own.dtype) for rank in others}
+    comm.start([(rank, own) for rank in others], list(parts.items()), place).wait()
+    parts[comm.rank] = own
+    found = parts[0].copy()
+    for rank in range(1, comm.size):
+        found += parts[rank]
+    return found

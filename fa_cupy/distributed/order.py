@@ -1,0 +1,242 @@
+"""Which rows of a sequence each rank has."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy.core import attention_problem, checks
+from fa_cupy.distributed.communicator import Communicator, require
+
+ORDERS = ("contiguous", "zigzag")
+
+
+class Segment(NamedTuple):
+    """Rows of a sequence that follow each other.
+
+    Attributes
+    ----------
+    start : int
+        The position of the first one.
+    rows : int
+    """
+
+    start: int
+    rows: int
+
+
+def checked_order(name: str, order: Any) -> str:
+    """Return `order`, the name of one."""
+    if not isinstance(order, str) or order not in ORDERS:
+        raise ValueError(f"{name}: order is {checks.show(order)}, want 'contiguous' or 'zigzag'")
+    return order
+
+
+def segments(length: int, size: int, order: str) -> list[tuple[Segment, ...]]:
+    """Return the segments of each rank for a sequence that is split evenly.
+
+    Chunks differ by one row at most, the first ones are the longer ones, as those of
+    `numpy.array_split`. In zigzag order rank r has the chunks r and ``2 * size - 1 - r`` of
+    ``2 * size``.
+    """
+    count = 2 * size if order == "zigzag" else size
+    small, more = divmod(length, count)
+    chunks = [Segment(i * small + min(i, more), small + (i < more)) for i in range(count)]
+    if order == "zigzag":
+        return [(chunks[r], chunks[-1 - r]) for r in range(size)]
+    return [(chunk,) for chunk in chunks]
+
+
+def segments_of(
+    name: str, arg: str, lengths: Sequence[int], order: str
+) -> list[tuple[Segment, ...]]:
+    """Return the segments of each rank, whose parts have these lengths.
+
+    In contiguous order a part may have any length. In zigzag order the lengths have to be those of
+    `split`.
+    """
+    if order == "contiguous":
+        starts = np.cumsum([0, *lengths]).tolist()
+        return [(Segment(s, n),) for s, n in zip(starts, lengths, strict=False)]
+    found = segments(sum(lengths), len(lengths), order)
+    wanted = [sum(part.rows for part in parts) for parts in found]
+    if list(lengths) != wanted:
+        raise ValueError(
+            f"{name}: {arg} has the lengths {[*lengths]} on the ranks, want {wanted} in zigzag "
+            "order (those of fa_cupy.distributed.split)"
+        )
+    return found
+
+
+def positions(length: int, comm: Communicator, *, order: str = "contiguous") -> Any:
+    """Return the positions of a rank's rows in the whole sequence.
+
+    Parameters
+    ----------
+    length : int
+        Of the whole sequence.
+    comm : Communicator
+        Its `rank` and `size` say which part.
+    order : {"contiguous", "zigzag"}
+        See `split`.
+
+    Returns
+    -------
+    numpy.ndarray of int64
+
+    See Also
+    --------
+    split : the rows at these positions.
+
+    Examples
+    --------
+    >>> from fa_cupy import distributed
+    >>> with distributed.local(2) as ranks:
+    ...     ranks(lambda comm: distributed.positions(8, comm, order="zigzag").tolist())
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    name = "positions"
+    comm = require(name, comm)
+    length = checks.whole(name, "length", length)
+    parts = segments(length, comm.size, checked_order(name, order))[comm.rank]
+    return np.concatenate([np.arange(part.start, part.start + part.rows) for part in parts])
+
+
+def split(x: Any, comm: Communicator, *, order: str = "contiguous", axis: int = -2) -> Any:
+    """Return the part of a whole array that belongs to a rank.
+
+    Parameters
+    ----------
+    x : array
+        Of NumPy or CuPy, with the whole sequence.
+    comm : Communicator
+        Its `rank` and `size` say which part.
+    order : {"contiguous", "zigzag"}
+        "contiguous": rank r has the rows after those of rank ``r - 1``. "zigzag": the sequence is
+        cut into ``2 * size`` chunks, and rank r has chunk r and chunk ``2 * size - 1 - r``, so that
+        all ranks have the same work where attention is causal. Chunks differ by one row at most,
+        the first ones are the longer ones.
+    axis : int
+        The axis of the sequence.
+
+    Returns
+    -------
+    array
+        A view where the rows follow each other, otherwise a copy.
+
+    See Also
+    --------
+    join : the inverse.
+    positions : where the rows stand.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import distributed
+    >>> x = np.arange(10)
+    >>> with distributed.local(2) as ranks:
+    ...     ranks(lambda comm: distributed.split(x, comm, axis=0))
+    [array([0, 1, 2, 3, 4]), array([5, 6, 7, 8, 9])]
+    """
+    name = "split"
+    comm = require(name, comm)
+    axis = _axis(name, x, axis)
+    parts = segments(x.shape[axis], comm.size, checked_order(name, order))[comm.rank]
+    first = [x[_along(x, axis, part.start, part.start + part.rows)] for part in parts]
+    adjacent = all(a.start + a.rows == b.start for a, b in itertools.pairwise(parts))
+    if adjacent:
+        end = parts[-1].start + parts[-1].rows
+        return x[_along(x, axis, parts[0].start, end)]
+    return _concatenated(first, axis)
+
+
+def join(parts: Sequence[Any], *, order: str = "contiguous", axis: int = -2) -> Any:
+    """Return the whole array, from the parts of all ranks.
+
+    Parameters
+    ----------
+    parts : sequence of arrays
+        By rank, of NumPy or all on one device.
+    order : {"contiguous", "zigzag"}
+        That of `split`.
+    axis : int
+        The axis of the sequence.
+
+    Returns
+    -------
+    array
+
+    Raises
+    ------
+    ValueError
+        If the parts do not have the lengths that `split` gives them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import distributed
+    >>> x = np.arange(10.0).reshape(5, 2)
+    >>> with distributed.local(3) as ranks:
+    ...     parts = ranks(lambda comm: distributed.split(x, comm, order="zigzag"))
+    >>> bool((distributed.join(parts, order="zigzag") == x).all())
+    True
+    """
+    name = "join"
+    order = checked_order(name, order)
+    parts = list(parts)
+    if not parts:
+        raise ValueError(f"{name}: parts has no arrays, want one of each rank")
+    axis = _axis(name, parts[0], axis)
+    own = segments_of(name, "parts", [part.shape[axis] for part in parts], order)
+    chunks = []
+    for part, rows in zip(parts, own, strict=True):
+        begin = 0
+        for segment in rows:
+            chunk = part[_along(part, axis, begin, begin + segment.rows)]
+            chunks.append((segment.start, chunk))
+            begin += segment.rows
+    return _concatenated([chunk for _, chunk in sorted(chunks, key=lambda x: x[0])], axis)
+
+
+def library(x: Any) -> str:
+    """Return the name of the library of an array."""
+    return type(x).__module__.partition(".")[0]
+
+
+def dense(x: Any) -> Any:
+    """Return `x` in C order without gaps: itself, or a copy."""
+    if x.flags.c_contiguous:
+        return x
+    xp = sys.modules[library(x)]
+    bits = x.view(f"u{x.itemsize}") if x.dtype == attention_problem.BFLOAT16 else x
+    return xp.ascontiguousarray(bits).view(x.dtype)
+
+
+def rows_of(x: Any, begin: int, end: int) -> Any:
+    """Return the view of some rows."""
+    return x if begin == 0 and end == x.shape[-2] else x[..., begin:end, :]
+
+
+def _axis(name: str, x: Any, axis: Any) -> int:
+    if library(x) not in ("numpy", "cupy") or not hasattr(x, "strides"):
+        raise TypeError(f"{name}: got {checks.show(x)}, want an array of NumPy or CuPy")
+    if not isinstance(axis, int) or isinstance(axis, bool) or not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{name}: axis is {checks.show(axis)}, want one of {x.ndim} axes")
+    return axis % int(x.ndim)
+
+
+def _along(x: Any, axis: int, begin: int, end: int) -> tuple[slice, ...]:
+    return (slice(None),) * axis + (slice(begin, end),)
+
+
+def _concatenated(parts: list[Any], axis: int) -> Any:
+    """Join arrays along an axis; those of bfloat16 as bits, which CuPy can copy everywhere."""
+    xp = sys.modules[library(parts[0])]
+    dtype = parts[0].dtype
+    if dtype == attention_problem.BFLOAT16:
+        return xp.concatenate([part.view(np.uint16) for part in parts], axis).view(dtype)
+    return xp.concatenate(parts, axis)

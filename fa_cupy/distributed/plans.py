@@ -1,0 +1,334 @@
+"""What the ways of sharing attention cost, and the choice between them.
+
+The model counts floating-point operations, bytes that a rank sends and receives, and messages. A
+`Machine` says how fast these are. `validation.ring` compares it with measured times.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy.core import attention_problem, checks
+from fa_cupy.distributed import order as orders
+from fa_cupy.distributed import pieces as of_pieces
+from fa_cupy.distributed.order import Segment
+from fa_cupy.distributed.pieces import Band
+
+_NAME = "plan"
+
+
+class Machine(NamedTuple):
+    """How fast a rank computes and sends.
+
+    Attributes
+    ----------
+    flops : float
+        Floating-point operations a second in attention.
+    memory : float
+        Bytes a second of its memory.
+    link : float
+        Bytes a second that it sends to a rank of the same host, while it receives as many.
+    far_link : float
+        The same to a rank of another host.
+    latency : float
+        Seconds from the start of a transfer to its first byte.
+    call : float
+        Seconds that each call of attention takes in addition to its operations.
+    host : int
+        Ranks of a host.
+    """
+
+    flops: float
+    memory: float
+    link: float
+    far_link: float
+    latency: float
+    call: float
+    host: int
+
+    def speed_between(self, size: int, distance: int) -> float:
+        """Return the bytes a second of the slowest pair, if all ranks send over a distance."""
+        near = size <= self.host or distance % size == 0
+        return self.link if near else self.far_link
+
+
+#: An H200 with NVLink and one network adapter of 400 Gb/s, at 16 bits and head_dim 128.
+GPU = Machine(7.4e14, 3.6e12, 3.8e11, 5e10, 2e-5, 1e-5, 8)
+#: Two processor cores, with copies through shared memory.
+CPU = Machine(1e11, 1e10, 5e9, 1e9, 1e-4, 1e-4, 2**30)
+_SLOWER = {"float32": 12.0, "float64": 16.0}  # GPU: times of 16 bits
+
+
+class Plan(NamedTuple):
+    """How attention is shared, as `plan` returns it.
+
+    Attributes
+    ----------
+    way : str
+        "ring" or "heads".
+    seconds : dict of float
+        The estimate of each way that is possible.
+    bytes : dict of int
+        What the rank that receives most receives.
+    why : str
+        A sentence.
+    """
+
+    way: str
+    seconds: Mapping[str, float]
+    bytes: Mapping[str, int]
+    why: str
+
+
+class Work(NamedTuple):
+    """Attention that ranks share.
+
+    Attributes
+    ----------
+    queries, keys : tuple
+        The segments of each rank.
+    band : tuple of int or None
+    heads, kv_heads : int
+        Of all batch entries.
+    dims : tuple of int
+        Of queries and keys, and of values.
+    itemsize : int
+    gradients : bool
+    """
+
+    queries: tuple[tuple[Segment, ...], ...]
+    keys: tuple[tuple[Segment, ...], ...]
+    band: Band
+    heads: int
+    kv_heads: int
+    dims: tuple[int, int]
+    itemsize: int
+    gradients: bool
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.queries)
+
+    @property
+    def flops_of_pair(self) -> float:
+        """Operations of a query and a key, of all heads: two products forward, five backward."""
+        qk, v = self.dims
+        return 2.0 * self.heads * (3 * qk + 2 * v if self.gradients else qk + v)
+
+    def ring(self, machine: Machine) -> tuple[float, int]:
+        """Return the seconds of the slowest rank, and the bytes that a rank receives at most.
+
+        Of many ranks those are looked at that can be the slowest: the ones at both ends and in the
+        middle, and the one with most queries.
+        """
+        rows = [sum(part.rows for part in parts) for parts in self.queries]
+        some = {0, 1, self.size // 2, self.size - 1, rows.index(max(rows))}
+        found = [self._ring_of(rank, machine) for rank in sorted(some) if rank < self.size]
+        return max(seconds for seconds, _ in found), max(count for _, count in found)
+
+    def _ring_of(self, rank: int, machine: Machine) -> tuple[float, int]:
+        """Transfers run while the block before is computed; returned gradients after the last."""
+        own = of_pieces.own_pieces(self.queries[rank], self.keys[rank], self.band)
+        rate = self.flops_of_pair / machine.flops
+        computed = rate * of_pieces.pairs(own, self.band) + machine.call * len(own)
+        row = self.itemsize * self.kv_heads * sum(self.dims)
+        merged = self.itemsize * self.heads * (self.dims[1] if not self.gradients else self.dims[0])
+        seconds, total = 0.0, 0
+        last_return = 0.0
+        for distance in range(1, self.size):
+            source = (rank - distance) % self.size
+            some = of_pieces.pieces(self.queries[rank], self.keys[source], self.band)
+            span = of_pieces.span(some)
+            count = 0 if span is None else row * (span[1] - span[0])
+            total += count
+            sent = 0.0
+            if count:
+                sent = machine.latency + count / machine.speed_between(self.size, distance)
+            # Gradients of a block return while the next one is computed, by the other direction
+            # of the links; the last ones have nothing to hide behind.
+            seconds += max(computed, sent)
+            last_return = sent if self.gradients else 0.0
+            computed = rate * of_pieces.pairs(some, self.band) + machine.call * len(some)
+            rows = sum(piece.queries[1] - piece.queries[0] for piece in some)
+            computed += 3 * merged * rows / machine.memory
+        total *= 2 if self.gradients else 1
+        return seconds + computed + last_return, total
+
+    def exchange(self, machine: Machine) -> tuple[float, int]:
+        """Return the seconds and bytes of the exchange for heads, where it is possible."""
+        size = self.size
+        q_rows = max(sum(part.rows for part in parts) for parts in self.queries)
+        k_rows = max(sum(part.rows for part in parts) for parts in self.keys)
+        qk, v = self.dims
+        of_queries = (qk + v) * self.heads * q_rows
+        of_keys = (qk + v) * self.kv_heads * k_rows
+        if self.gradients:  # also dout and out, and dk and dv
+            of_queries += (qk + v) * self.heads * q_rows
+            of_keys *= 2
+        count = self.itemsize * (of_queries + of_keys) * (size - 1) // size
+        whole = Segment(0, sum(part.rows for parts in self.queries for part in parts))
+        keys = Segment(0, sum(part.rows for parts in self.keys for part in parts))
+        own = of_pieces.own_pieces((whole,), (keys,), self.band)
+        computed = self.flops_of_pair / size / machine.flops * of_pieces.pairs(own, self.band)
+        near = min(machine.host, size) - 1
+        sent = count * near / max(1, size - 1) / machine.link
+        sent += count * (size - 1 - near) / max(1, size - 1) / machine.far_link
+        # Both ends put the parts where they belong: each byte is read and written twice.
+        copied = 4 * count / machine.memory
+        return computed + machine.call + sent + copied + 2 * machine.latency, count
+
+
+def choose(work: Work, machine: Machine, possible: str = "") -> Plan:
+    """Return the faster way; `possible` says why the exchange for heads is impossible."""
+    seconds: dict[str, float] = {}
+    count: dict[str, int] = {}
+    seconds["ring"], count["ring"] = work.ring(machine)
+    if not possible:
+        seconds["heads"], count["heads"] = work.exchange(machine)
+    way = min(seconds, key=lambda x: seconds[x])
+    times = ", ".join(f"{x} {1e3 * t:.3g} ms" for x, t in seconds.items())
+    why = f"estimated {times}" + (f"; no exchange for heads: {possible}" if possible else "")
+    return Plan(way, seconds, count, why)
+
+
+def obstacle(size: int, heads: Sequence[int], rows_given: Sequence[str] = ()) -> str:
+    """Return why an exchange for heads is impossible; empty where it is possible.
+
+    Parameters
+    ----------
+    size : int
+    heads : sequence of int
+        Those of q, k and v; 0 for an array without an axis of heads.
+    rows_given : sequence of str
+        Arguments with rows of queries.
+    """
+    for arg, count in zip("qkv", heads, strict=True):
+        if count == 0 or count % size:
+            what = f"{count} heads" if count else "no axis of heads"
+            return f"{arg} has {what}, want a multiple of the {size} ranks"
+    if rows_given:
+        return f"{rows_given[0]} has rows of queries, which stay on their ranks"
+    return ""
+
+
+def way_of(
+    name: str, wanted: str | None, arrays: Mapping[str, Any], places: Any, shared: Set[str],
+    gradients: bool, backend: str,
+) -> str:  # fmt: skip
+    """Return how the ranks share a call: the same on all ranks, as it depends on shared facts."""
+    size = len(places.queries)
+    heads = [arrays[arg].shape[-3] if arrays[arg].ndim > 2 else 0 for arg in "qkv"]
+    given = [arg for arg in ("bias", "mask", "sinks") if arrays[arg] is not None]
+    rows_given = [arg for arg in given if arg not in shared]
+    why = obstacle(size, heads, rows_given)
+    if wanted == "heads" and why:
+        raise ValueError(f"{name}: plan is 'heads', and {why}")
+    if wanted is not None or why or size == 1:
+        return wanted or "ring"
+    q, k, v = (arrays[arg] for arg in "qkv")
+    return _way(
+        places, _count(q), _count(k), (k.shape[-1], v.shape[-1]), q.dtype.name, gradients, backend
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _way(
+    places: Any, heads: int, kv_heads: int, dims: tuple[int, int], dtype: str, gradients: bool,
+    backend: str,
+) -> str:  # fmt: skip
+    itemsize = np.dtype(_DTYPES[dtype]).itemsize
+    work = Work(
+        places.queries, places.keys, places.band, heads, kv_heads, dims, itemsize, gradients
+    )
+    return choose(work, machine_of(backend, dtype)).way
+
+
+_DTYPES = {str(dtype): dtype for dtype in attention_problem.FLOAT_DTYPES}
+
+
+def machine_of(backend: str, dtype: str) -> Machine:
+    """Return the machine that choices are made for."""
+    if backend == "numpy":
+        return CPU
+    return GPU._replace(flops=GPU.flops / _SLOWER.get(dtype, 1.0))
+
+
+def _count(x: Any) -> int:
+    found = 1
+    for n in x.shape[:-2]:
+        found *= n
+    return found
+
+
+def plan(
+    shape: Sequence[int],
+    size: int,
+    *,
+    kv_heads: int | None = None,
+    v_dim: int | None = None,
+    dtype: Any = "bfloat16",
+    order: str = "contiguous",
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    gradients: bool = False,
+    machine: Machine = GPU,
+) -> Plan:
+    """Estimate how long attention takes on some ranks, and choose how they share it.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of all queries: (..., heads, length, D).
+    size : int
+        The number of ranks.
+    kv_heads : int, optional
+        Heads of keys and values; by default those of the queries.
+    v_dim : int, optional
+        Columns of the values; D by default.
+    dtype : dtype
+    order : {"contiguous", "zigzag"}
+    is_causal : bool
+    window : (left, right), optional
+        As in `attention`.
+    gradients : bool
+        Whether the time is that of `attention_backward`.
+    machine : Machine
+        ``plans.GPU``, ``plans.CPU`` or another one.
+
+    Returns
+    -------
+    Plan
+        `way`, `seconds` and `bytes` by way, and `why`.
+
+    Examples
+    --------
+    >>> from fa_cupy import distributed
+    >>> found = distributed.plan((16, 65536, 128), 2, is_causal=True, order="zigzag")
+    >>> found.way, sorted(found.seconds)
+    ('ring', ['heads', 'ring'])
+    """
+    shape = tuple(checks.whole(_NAME, f"shape[{i}]", n) for i, n in enumerate(shape))
+    if len(shape) < 2:
+        raise ValueError(f"{_NAME}: shape is {shape}, want (..., heads, length, D)")
+    size = checks.whole(_NAME, "size", size, "an int >= 1")
+    if not size:
+        raise ValueError(f"{_NAME}: size is 0, want an int >= 1")
+    heads = shape[-3] if len(shape) > 2 else 0
+    of_keys = heads if kv_heads is None else checks.whole(_NAME, "kv_heads", kv_heads)
+    dims = shape[-1], shape[-1] if v_dim is None else checks.whole(_NAME, "v_dim", v_dim)
+    segments = tuple(orders.segments(shape[-2], size, orders.checked_order(_NAME, order)))
+    band = checks.band(_NAME, is_causal, None, window, 2**62, 2**62)
+    batch = 1
+    for n in shape[:-3]:
+        batch *= n
+    itemsize = np.dtype(_DTYPES.get(str(dtype), dtype)).itemsize
+    work = Work(
+        segments, segments, band, batch * max(1, heads), batch * max(1, of_keys), dims,
+        itemsize, checks.flag(_NAME, "gradients", gradients),
+    )  # fmt: skip
+    return choose(work, machine, obstacle(size, (heads, of_keys, of_keys)))

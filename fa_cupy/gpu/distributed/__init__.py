@@ -1,0 +1,1 @@
+"""Arrays on their way between GPUs, and sums of what ranks have found."""

@@ -1,0 +1,145 @@
+"""The model of costs, and the choice between the ring and an exchange for heads."""
+
+import numpy as np
+import pytest
+
+from fa_cupy import distributed
+from fa_cupy.distributed import order, plans
+from validation import ring
+
+FAST_LINKS = plans.GPU._replace(link=1e20, far_link=1e20, latency=0.0, call=0.0, memory=1e20)
+
+
+def work(length=2**16, size=4, kind="zigzag", band=(None, 0), heads=16, gradients=False):
+    parts = tuple(order.segments(length, size, kind))
+    return plans.Work(parts, parts, band, heads, heads, (128, 128), 2, gradients)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranks_share_the_operations_where_links_cost_nothing(size, gradients):
+    """In zigzag order evenly, but for single rows; causal pairs are half of all."""
+    length = 4800
+    causal, _ = work(length, size, gradients=gradients).ring(FAST_LINKS)
+    full, _ = work(length, size, band=(None, None), gradients=gradients).ring(FAST_LINKS)
+    products = 5 if gradients else 2
+    every = products * 2 * 16 * 128 * length**2 / FAST_LINKS.flops
+    assert full == pytest.approx(every / size, rel=1e-6)
+    assert causal == pytest.approx(every / size / 2, rel=2e-3)
+    heads, _ = work(length, size, band=(None, None), gradients=gradients).exchange(FAST_LINKS)
+    assert heads == pytest.approx(every / size, rel=1e-6)
+
+
+def test_the_last_rank_has_almost_twice_the_work_in_contiguous_order():
+    seconds = [work(4800, 8, kind).ring(FAST_LINKS)[0] for kind in ("contiguous", "zigzag")]
+    assert 1.8 < seconds[0] / seconds[1] < 2
+
+
+def test_bytes_are_those_of_keys_that_are_seen():
+    """K and V of other ranks, in the ring; with a window, those of neighbours."""
+    length, size = 4096, 4
+    row = 2 * 16 * (128 + 128)
+    assert work(length, size, band=(None, None)).ring(plans.GPU)[1] == row * length * 3 // 4
+    near = work(length, size, "contiguous", (-100, 0))
+    assert near.ring(plans.GPU)[1] == row * 100
+    assert work(length, size, gradients=True).ring(plans.GPU)[1] == (
+        2 * work(length, size).ring(plans.GPU)[1]
+    )
+    # Rows of Q, K, V and of the output, three of four.
+    of_heads = work(length, size).exchange(plans.GPU)[1]
+    assert of_heads == 2 * row * (length // size) * 3 // 4
+
+
+def test_slow_links_bound_the_ring():
+    """A block that comes more slowly than one is computed is waited for."""
+    slow = FAST_LINKS._replace(link=1e9, far_link=1e9)
+    seconds, count = work(band=(None, None)).ring(slow)
+    assert seconds == pytest.approx(count / 1e9, rel=0.05)
+    assert slow.speed_between(4, 1) == 1e9
+    far = plans.GPU
+    assert far.speed_between(8, 3) == far.link
+    assert far.speed_between(16, 3) == far.far_link
+
+
+def test_the_choice_is_the_faster_way():
+    long = distributed.plan((16, 2**20, 128), 8, is_causal=True, order="zigzag")
+    short = distributed.plan((64, 8192, 128), 8, is_causal=True)
+    for found, way in ((long, "ring"), (short, "heads")):
+        assert found.way == way == min(found.seconds, key=found.seconds.get)
+        assert found.seconds.keys() == found.bytes.keys() == {"ring", "heads"}
+        assert "estimated ring" in found.why
+    few = distributed.plan((4, 8192, 128), 8)
+    assert (few.way, {*few.seconds}) == ("ring", {"ring"})
+    assert "no exchange for heads: q has 4 heads, want a multiple of the 8 ranks" in few.why
+    grouped = distributed.plan((64, 8192, 128), 8, kv_heads=4)
+    assert "k has 4 heads" in grouped.why
+    flat = distributed.plan((8192, 128), 2)
+    assert "q has no axis of heads" in flat.why
+    assert distributed.plan((8, 16, 4), 2, dtype=np.float32, gradients=True).bytes["ring"] == (
+        2 * 4 * 8 * (4 + 4) * 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: distributed.plan((8,), 2), ValueError, r"shape is \(8,\), want \(..., heads"),
+        (lambda: distributed.plan((8, -1), 2), ValueError, r"shape\[1\] is -1"),
+        (lambda: distributed.plan((8, 8, 8), 0), ValueError, "size is 0, want an int >= 1"),
+        (lambda: distributed.plan((8, 8), 2, order="x"), ValueError, "order is 'x'"),
+        (lambda: distributed.plan((8, 8), 2, gradients=2), TypeError, "gradients is 2"),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_calls_take_the_way_of_the_model(monkeypatch):
+    """Without `plan`, by the machine of their arrays."""
+    taken = []
+    x = np.zeros((4, 64, 8))
+
+    def part(comm):
+        from fa_cupy.distributed import calls
+
+        given = {"q": x, "k": x, "v": x, "bias": None, "mask": None, "sinks": None}
+        call = calls.prepare(
+            "attention", comm, given, plan=None, order="contiguous", is_causal=True, window=None
+        )
+        taken.append(call.way)
+
+    with distributed.local(2, devices=[]) as ranks:
+        for machine in (
+            plans.CPU._replace(link=1e3),
+            FAST_LINKS,
+        ):
+            monkeypatch.setattr(plans, "CPU", machine)
+            plans._way.cache_clear()
+            ranks(part)
+            same = work(128, 2, "contiguous", (None, 0), 4)._replace(dims=(8, 8), itemsize=8)
+            wanted = plans.choose(same, machine).way
+            assert taken[-2:] == [wanted] * 2
+    plans._way.cache_clear()
+    assert taken[0] != taken[2]
+
+
+def test_validation_predicts_without_a_gpu(capsys):
+    assert ring.main(["--predict"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 13
+    for line in lines[1:]:
+        share = float(line.split()[5])
+        assert 0 < share <= 1.001  # of the time that no link would take
+    # Where blocks come more slowly than they are computed, more GPUs are of little use.
+    assert float(lines[5].split()[5]) < 0.2 < float(lines[3].split()[5])
+
+
+def test_cases_of_validation_are_different():
+    labels = [case.label for case in ring.cases([65536, 262144], [65536])]
+    assert len(labels) == len(set(labels)) == 10
+    case = next(ring.cases([65536], []))
+    assert case.flops == pytest.approx(4 * 16 * 128 * 65536**2)
+    assert ring.predicted(case, 2, "ring", FAST_LINKS) == pytest.approx(
+        case.flops / FAST_LINKS.flops / 2, rel=1e-3
+    )

@@ -1,0 +1,341 @@
+"""Attention and causal products of ranks that are threads, and errors that reach all of them."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa_cupy import distributed
+from fa_cupy.distributed import threads
+from tests.support.distributed_cases import (
+    Case,
+    cases,
+    check_attention,
+    check_products,
+    product_cases,
+)
+from tests.support.every_run import examples
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def ranks(request):
+    """Some ranks on the CPU."""
+    with distributed.local(request.param, devices=[], timeout=20) as found:
+        yield found
+
+
+@examples(15)
+@given(st.data())
+def test_attention_and_gradients(ranks, data):
+    """As those of one call, and the same bits again."""
+    case = data.draw(cases(ranks.size))
+    ranks(lambda comm: check_attention(case, comm))
+
+
+@examples(10)
+@given(st.data())
+def test_causal_products_and_linear_attention(ranks, data):
+    case = data.draw(product_cases(ranks.size))
+    ranks(lambda comm: check_products(case, comm))
+
+
+@pytest.fixture
+def pair():
+    """Two ranks that do not wait for long."""
+    with distributed.local(2, devices=[], timeout=0.5) as found:
+        yield found
+
+
+X = np.zeros((2, 8, 16))
+
+
+def attention(comm, q=X, k=X, v=X, **options):
+    return distributed.attention(q, k, v, comm=comm, **options)
+
+
+def on_rank_1(comm, **options):
+    """Call attention with other options on rank 1."""
+    return attention(comm, **(options if comm.rank else {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"k": X[..., :3]}, ValueError, "attention: k has head_dim 3, q has 16"),
+        ({"q": None}, TypeError, "attention: q is None, want an array"),
+        ({"order": "striped"}, ValueError, "order is 'striped'"),
+        ({"plan": "tree"}, ValueError, "plan is 'tree' .str., want None, 'ring' or 'heads'"),
+        ({"return_lse": "yes"}, TypeError, "return_lse is 'yes'"),
+        ({"window": 3}, TypeError, "window is 3 .int., want a pair"),
+        ({"scale": "large"}, TypeError, "scale is 'large'"),
+    ],
+)
+def test_wrong_arguments_of_one_rank_are_errors_on_all(pair, options, error, text):
+    """The rank itself raises what the function of one rank would, the other names it."""
+    caught = []
+
+    def part(comm):
+        try:
+            on_rank_1(comm, **options)
+        except Exception as e:
+            caught.append((comm.rank, e))
+            raise
+
+    with pytest.raises(error, match=text):
+        pair(part)
+    other = dict(caught)[0]
+    assert isinstance(other, distributed.RankError)
+    assert f"attention: rank 1 has raised {error.__name__}: " in str(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"is_causal": True}, "is_causal and window is .* on rank 0 and .* on rank 1, want the"),
+        ({"scale": 2.0}, r"scale is None .NoneType. on rank 0 and 2.0 .float. on rank 1"),
+        ({"plan": "ring"}, "plan is None .NoneType. on rank 0 and 'ring' .str. on rank 1"),
+        ({"order": "zigzag"}, "order is 'contiguous' .str. on rank 0 and 'zigzag'"),
+        ({"sinks": np.zeros(1)}, "whether sinks is given is False"),
+        ({"q": X[:1], "k": X[:1], "v": X[:1]}, "the shape of q but its length is"),
+        (dict.fromkeys("qkv", X.astype(np.float32)), "the dtype is 'float64'"),
+    ],
+)
+def test_arguments_that_differ_are_errors_on_all(pair, options, text):
+    caught = []
+
+    def part(comm):
+        with pytest.raises(ValueError, match=text) as error:
+            on_rank_1(comm, **options)
+        caught.append(str(error.value))
+
+    pair(part)
+    assert len(caught) == 2
+    assert caught[0] == caught[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"bias": np.zeros((8, 8))}, "bias has 8 rows and 8 columns on rank 0, want 1 or 8 .* 16"),
+        ({"mask": np.ones((3, 16), bool)}, "mask has 3 rows and 16 columns on rank 0"),
+        ({"k": X[:, :5], "v": X[:, :5], "is_causal": True}, "want the same with is_causal"),
+        ({"plan": "heads", "bias": np.zeros((8, 16))}, "'heads', and bias has rows of queries"),
+        ({"plan": "heads", **dict.fromkeys("qkv", X[:1])}, "'heads', and q has 1 heads, want a m"),
+        ({"order": "zigzag", **dict.fromkeys("qkv", X[:, :5])}, ""),
+    ],
+)
+def test_arguments_that_do_not_fit_other_ranks_are_errors_on_all(pair, options, text):
+    caught = []
+
+    def part(comm):
+        if not text:
+            return attention(comm, **options)
+        with pytest.raises(ValueError, match=text) as error:
+            attention(comm, **options)
+        caught.append(str(error.value))
+
+    pair(part)
+    assert len(caught) == (2 if text else 0)
+    assert len(set(caught)) <= 1
+
+
+def test_lengths_in_zigzag_order_are_those_of_split(pair):
+    def part(comm):
+        own = X[:, : 3 + 4 * comm.rank]
+        with pytest.raises(ValueError, match=r"q has the lengths \[3, 7\] on the ranks, want"):
+            attention(comm, own, own, own, order="zigzag")
+
+    pair(part)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm, x: distributed.causal_product(x, x, x, comm=comm, reverse="yes"),
+        lambda comm, x: distributed.causal_product(x, x, x[..., :3, :], comm=comm),
+        lambda comm, x: distributed.causal_product_backward(x[:1], x, x, x, comm=comm),
+        lambda comm, x: distributed.linear_attention(x, x, x, comm=comm, eps=-1.0),
+        lambda comm, x: distributed.linear_attention(x, x, x, comm=comm, is_causal=2),
+        lambda comm, x: distributed.attention_backward(x, x, x, x, x, x, comm=comm),
+        lambda comm, x: distributed.attention_backward(
+            x, x, x, x, x, x[..., 0], comm=comm, need=["z"]
+        ),
+    ],
+)
+def test_errors_of_other_functions_reach_all(pair, call):
+    def part(comm):
+        if comm.rank:
+            with pytest.raises((TypeError, ValueError)):
+                call(comm, X)
+        else:
+            with pytest.raises((distributed.RankError, ValueError), match=r"rank 1|same on all"):
+                distributed.causal_product(X, X, X, comm=comm)
+
+    pair(part)
+
+
+def test_the_communicator_is_checked():
+    with pytest.raises(TypeError, match=r"attention: comm is None .NoneType., want a comm"):
+        attention(None)
+
+
+def test_ranks_in_two_functions_are_an_error(pair):
+    def part(comm):
+        call = attention if comm.rank else product
+        text = "rank 0 is in causal_product" if comm.rank else "rank 1 is in attention"
+        with pytest.raises(distributed.RankError, match=text):
+            call(comm)
+
+    def product(comm):
+        return distributed.causal_product(X, X, X, comm=comm)
+
+    pair(part)
+
+
+def test_an_error_while_ranks_compute_reaches_all(pair, monkeypatch):
+    """After they have agreed: where memory is short, for instance."""
+    from fa_cupy import _attention
+
+    original = _attention.attention
+
+    def failing(q, *args, **options):
+        if threading.current_thread().name.endswith("1"):
+            raise MemoryError("no memory left")
+        return original(q, *args, **options)
+
+    monkeypatch.setattr(_attention, "attention", failing)
+    caught = []
+
+    def part(comm):
+        try:
+            attention(comm)
+            attention(comm)  # in the first call rank 0 may have all it needs of rank 1
+        except Exception as e:
+            caught.append(e)
+            raise
+
+    begin = time.monotonic()
+    with pytest.raises(MemoryError, match="no memory left"):
+        pair(part)
+    assert time.monotonic() - begin < 5
+    other = next(e for e in caught if not isinstance(e, MemoryError))
+    assert isinstance(other, distributed.RankError)
+    assert "no memory left" in str(other)
+
+
+def test_a_rank_that_ends_is_an_error_of_those_that_wait(pair):
+    def part(comm):
+        if comm.rank == 0:
+            with pytest.raises(distributed.RankError, match="rank 1 has ended, while rank 0"):
+                attention(comm)
+            with pytest.raises(distributed.RankError, match="the communicator is not usable"):
+                attention(comm)
+
+    pair(part)
+
+
+def test_a_rank_that_does_not_answer_is_an_error_with_the_place(pair):
+    def part(comm):
+        if comm.rank:
+            time.sleep(1.0)
+        else:
+            with pytest.raises(
+                TimeoutError, match=r"attention: rank 0 has waited 0.5 s for rank 1"
+            ):
+                attention(comm)
+
+    pair(part)
+
+
+def test_ranks_go_on_after_an_error(pair):
+    """Each run has queues of its own."""
+    with pytest.raises(ZeroDivisionError):
+        pair(lambda comm: 1 / comm.rank)
+    assert [x.shape for x in pair(attention)] == [X.shape] * 2
+
+
+def test_results_and_errors_come_by_rank():
+    with distributed.local(3, devices=[]) as ranks:
+        assert ranks(lambda comm, x: comm.rank + x, 10) == [10, 11, 12]
+        assert ranks.run(lambda comm: comm.size) == [3, 3, 3]
+        with pytest.raises(KeyError, match="of rank 1"):
+            ranks(lambda comm: {}[f"of rank {comm.rank}"] if comm.rank else None)
+    with pytest.raises(RuntimeError, match="local: the ranks are closed"):
+        ranks(lambda comm: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "neither size nor devices is given"),
+        ({"size": 0}, "size is 0 .int., want an int >= 1"),
+        ({"size": 2, "devices": [0]}, "devices has 1 numbers, size is 2"),
+        ({"size": 2, "timeout": -1}, "timeout is -1 .int., want a finite number >= 0"),
+    ],
+)
+def test_errors_of_local(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        distributed.local(**arguments)
+
+
+def test_the_result_lies_in_memory_as_the_queries_do(pair):
+    x = np.zeros((2, 8, 3, 16)).swapaxes(-3, -2)
+
+    def part(comm):
+        for plan in ("ring", None):
+            out = attention(comm, x, x, x, plan=plan)
+            assert out.strides == x.strides
+
+    pair(part)
+
+
+def test_ranks_that_share_a_host_take_turns():
+    """As those of GPUs do: one at a time, until it waits for another; its errors are the same."""
+    hub = threads._Hub(2, True)
+    inside, most, results = [], [], []
+
+    def part(rank):
+        comm = threads.ThreadCommunicator(hub, rank, 2, 0.5)
+        with comm.turn(), comm.turn():
+            for _ in range(3):
+                inside.append(rank)
+                time.sleep(0.02)
+                most.append(len(inside))
+                inside.remove(rank)
+                results.append(comm.gather(bytes([rank]), "here"))
+                x, y = np.full(3, rank), np.zeros(3, int)
+                comm.start([(1 - rank, x)], [(1 - rank, y)], "here").wait()
+                assert (y == 1 - rank).all()
+            if rank:
+                with pytest.raises(
+                    TimeoutError, match=r"there: rank 1 has waited 0.5 s for rank 0"
+                ):
+                    comm.gather(b"", "there")
+
+    workers = [threading.Thread(target=part, args=(rank,)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(10)
+        assert not worker.is_alive()
+    assert most == [1] * 6
+    assert results == [[b"\0", b"\1"]] * 6
+    assert not hub.turn.locked()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_an_exchange_for_heads(ranks, order, dtype):
+    """With what depends on heads and on positions."""
+    size = ranks.size
+    case = Case(
+        dtype=dtype, batch=(2,), heads=(2 * size, size), q_len=29, k_len=29, order=order,
+        plan="heads", cuts=(), is_causal=True, window=(11, None), bias="heads", mask="keys",
+        sinks="heads", softcap=2.0, seed=3,
+    )  # fmt: skip
+    ranks(lambda comm: check_attention(case, comm))
+    lengths = case._replace(is_causal=False, window=None, k_len=17)
+    ranks(lambda comm: check_attention(lengths, comm))
