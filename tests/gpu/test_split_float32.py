@@ -148,13 +148,20 @@ def of_columns(found, want):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("size", [1e5, 1e7, 1e9, 1e30])
-@pytest.mark.parametrize("where", ["a column", "a number"])
+@pytest.mark.parametrize(
+    ("where", "size"),
+    [("a column", size) for size in (1e5, 1e7, 1e9, 1e30)]
+    + [("a number", size) for size in (1e5, 1e7, 1e9)],
+)
 def test_a_large_column_leaves_others_as_exact(where, size, dim):
-    """Of the output beside values, and of dV beside gradients of the output."""
+    """Of the output next to large values, and of dV next to a large number in dO.
+
+    Single numbers have their exponent with their row: from about 1e10 times the others on, weights
+    of other rows lose digits for them.
+    """
     rng = np.random.default_rng(dim)
     dout, q, k, v = (normal(rng, (2, 700, dim), SINGLE) for _ in range(4))
-    for x in (v, dout)[: 2 if where == "a number" and size < 1e10 else 1]:
+    for x in (v, dout)[: 2 if where == "a number" else 1]:
         if where == "a column":
             x[..., 5] *= SINGLE.type(size)
         else:
