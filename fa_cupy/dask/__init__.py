@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "dask":
         raise
-    message = "fa_cupy.dask needs Dask, which is not installed: pip install 'dask[array]'"
+    message = "fa_cupy.dask needs Dask, which is not installed: pip install 'fa_cupy[dask]'"
     raise ModuleNotFoundError(message, name="dask") from error
 
 
@@ -88,7 +88,7 @@ def attention(
     ModuleNotFoundError
         If Dask is not installed, when `fa_cupy.dask` is imported.
     TypeError, ValueError
-        As for `fa_cupy.attention`, before a graph is made; for what is no array of Dask, NumPy or
+        As for `fa_cupy.attention`, before a graph is made; for arguments that are no arrays of Dask, NumPy or
         CuPy, and for chunks of unknown sizes.
 
     See Also
@@ -185,7 +185,7 @@ def causal_product(
     ModuleNotFoundError
         If Dask is not installed, when `fa_cupy.dask` is imported.
     TypeError, ValueError
-        As for `fa_cupy.causal_product`, before a graph is made; for what is no array of Dask, NumPy
+        As for `fa_cupy.causal_product`, before a graph is made; for arguments that are no arrays of Dask, NumPy
         or CuPy, and for chunks of unknown sizes.
 
     See Also
@@ -268,7 +268,7 @@ def linear_attention(
     ModuleNotFoundError
         If Dask is not installed, when `fa_cupy.dask` is imported.
     TypeError, ValueError
-        As for `fa_cupy.linear_attention`, before a graph is made; for what is no array of Dask,
+        As for `fa_cupy.linear_attention`, before a graph is made; for arguments that are no arrays of Dask,
         NumPy or CuPy, and for chunks of unknown sizes.
 
     See Also
@@ -334,7 +334,7 @@ def merge_attention(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array
     ModuleNotFoundError
         If Dask is not installed, when `fa_cupy.dask` is imported.
     TypeError, ValueError
-        If the parts do not match; for what is no array of Dask, NumPy or CuPy, and for chunks of
+        If the parts do not match; for arguments that are no arrays of Dask, NumPy or CuPy, and for chunks of
         unknown sizes.
 
     See Also

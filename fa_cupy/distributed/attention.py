@@ -56,8 +56,8 @@ def attention(
     comm : Communicator
         That of a rank of `local`, an `MpiCommunicator` or an `NcclCommunicator`.
     plan : {"ring", "heads"}, optional
-        How the ranks share the work: see Notes. By default the faster way, by the estimate that
-        `fa_cupy.distributed.plan` returns.
+        How the ranks share the work: see Notes. By default the faster way, by an estimate like that
+        of `fa_cupy.distributed.plan` for the dtype and the devices at hand.
     order : {"contiguous", "zigzag"}
         Which rows of the sequence the ranks have: see `split`.
     scale : float, optional
@@ -97,11 +97,12 @@ def attention(
     Notes
     -----
     With ``plan="ring"``, as in ring attention [1]_, the keys and values of one rank after the other
-    come to this one while those at hand are computed. The results are merged by their log-sum-exps
+    are copied to this one, while it computes with those that it has. The results are merged by their log-sum-exps
     in float32, in the order of the distance between the ranks. A rank receives only keys that some
     of its queries see. With ``plan="heads"``, as in DeepSpeed-Ulysses [2]_, the ranks exchange
     parts of the sequence for heads: each computes a share of the heads over the whole sequence.
-    This needs numbers of heads that the number of ranks divides, and no rows of a bias or mask.
+    This needs numbers of heads that the number of ranks divides, and no rows of a bias,
+    a mask or sinks.
 
     In both ways results are the same bits at each run. They differ from those of one GPU by
     rounding, as results of `fa_cupy.merge_attention` do.

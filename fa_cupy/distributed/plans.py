@@ -73,7 +73,7 @@ class Plan(NamedTuple):
     seconds : dict of float
         The estimate of each way that is possible.
     bytes : dict of int
-        What the rank that receives most receives.
+        Those that the rank with the most copies receives.
     why : str
         A sentence.
     """

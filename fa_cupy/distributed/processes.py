@@ -44,12 +44,12 @@ class MpiCommunicator(Communicator):
     Notes
     -----
     No call waits without a limit: requests are polled until they are done, another rank has
-    reported an error, or the time is over. ``mpirun`` itself ends all processes when one of them
-    ends with an error.
+    reported an error, or the time is over. ``mpirun`` ends all processes when one of them is
+    killed. With ``python -m mpi4py``, it does so too when one of them ends with an exception.
 
     Examples
     --------
-    A file ``ring.py``, started by ``mpirun -n 4 python ring.py``::
+    A file ``ring.py``, started by ``mpirun -n 4 python -m mpi4py ring.py``::
 
         from fa_cupy import distributed
 
@@ -198,7 +198,7 @@ class NcclCommunicator(Communicator):
 
     Examples
     --------
-    A file ``ring.py`` for the GPUs of a host, started by ``mpirun -n 8 python ring.py``::
+    A file ``ring.py`` for the GPUs of a host, started by ``mpirun -n 8 python -m mpi4py ring.py``::
 
         import os
         from fa_cupy import distributed

@@ -222,6 +222,8 @@ def linear_attention(
 ) -> Any:
     """Linear attention over a sequence of which each rank has a part, in the order of the ranks.
 
+    Parts are contiguous rows. There is no function for its gradients.
+
     Parameters
     ----------
     q : array, shape (..., Lq, E)

@@ -90,7 +90,7 @@ class ThreadCommunicator(Communicator):
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Return a context in which the ranks that share GPUs' host wait for this one."""
+        """Return a context in which the other ranks of this process, if they have GPUs, wait for this one."""
         if self._hub.turn is None or self._has_turn:
             yield
             return
