@@ -48,9 +48,9 @@ def attention(
     v : array, shape (..., Lk, Dv)
         The values of this rank. Batch axes and heads are as in `fa_cupy.attention`.
     bias : array, broadcastable to (..., Lq, all keys), optional
-        Added to the scores: the rows of this rank's queries, or, if all ranks have one row, one for
-        all queries that is the same on all ranks. Columns are the keys of all ranks, in the order
-        of their positions.
+        Added to the scores: the rows of this rank's queries. If all ranks have one row, and some
+        rank has more than one query, it is one row for all queries, the same on all ranks. Columns
+        are the keys of all ranks, in the order of their positions.
     mask : array of bool, broadcastable to (..., Lq, all keys), or BitMask, optional
         True where a query may attend to a key; rows and columns as those of `bias`.
     comm : Communicator
@@ -97,10 +97,11 @@ def attention(
     Notes
     -----
     With ``plan="ring"``, as in ring attention [1]_, the keys and values of one rank after the other
-    are copied to this one, while it computes with those that it has. The results are merged by their log-sum-exps
-    in float32, in the order of the distance between the ranks. A rank receives only keys that some
-    of its queries see. With ``plan="heads"``, as in DeepSpeed-Ulysses [2]_, the ranks exchange
-    parts of the sequence for heads: each computes a share of the heads over the whole sequence.
+    are copied to this one, while it computes with those that it has. The results are merged by
+    their log-sum-exps in float32, in the order of the distance between the ranks. A rank receives
+    only keys that some of its queries see. With ``plan="heads"``, as in DeepSpeed-Ulysses [2]_, the
+    ranks exchange parts of the sequence for heads: each computes a share of the heads over the
+    whole sequence.
     This needs numbers of heads that the number of ranks divides, and no rows of a bias,
     a mask or sinks.
 

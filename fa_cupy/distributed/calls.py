@@ -248,6 +248,8 @@ def prepare(
             "is_causal and window": band, "the library": native.backend,
             "the dtype": arrays["q"].dtype.name, **shapes, **options, "need": found["need"],
             **{f"whether {arg} is given": arrays.get(arg) is not None for arg in _SHARED},
+            "the kind of bias": _kind(arrays["bias"], 2),
+            "the kind of sinks": _kind(arrays["sinks"], 1),
         }  # fmt: skip
         given_axes = ("q", "k", "bias", "mask")
         lengths = {arg: arrays[arg].shape[-2:] for arg in given_axes if arrays[arg] is not None}
@@ -333,6 +335,16 @@ def _other_axes(x: Any) -> tuple[int, ...]:
     return (*x.shape[:-2], x.shape[-1])
 
 
+def _kind(x: Any, last: int) -> tuple[Any, ...] | None:
+    """Return the dtype and the axes of batch entries of an array with so many axes after them."""
+    if x is None:
+        return None
+    axes = list(x.shape[: max(0, x.ndim - last)])
+    while axes[:1] == [1]:
+        del axes[0]
+    return x.dtype.name, *axes
+
+
 def _places(
     name: str, ranks: Sequence[Mapping[str, Any]], order: str, is_causal: Any, window: Any
 ) -> Places:
@@ -362,7 +374,10 @@ def _places(
 
 
 def _is_shared(ranks: Sequence[Mapping[str, Any]], arg: str) -> bool:
-    """Whether an argument has no axis of queries, so that all ranks have the same."""
+    """Whether an argument has no axis of queries, so that all ranks have the same.
+
+    Where no rank has more than one query, a row is that of a rank.
+    """
     if arg not in ranks[0]:
         return False
-    return {own[arg][0] for own in ranks} == {1}
+    return {own[arg][0] for own in ranks} == {1} and max(own["q"][0] for own in ranks) > 1

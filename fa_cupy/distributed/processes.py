@@ -105,14 +105,16 @@ class MpiCommunicator(Communicator):
                 f"{place}: the arrays are on a GPU, want NumPy arrays with an {_MPI}, or an "
                 "NcclCommunicator"
             )
-        requests = []
+        requests, sizes = [], []
         for post, pairs in ((self._comm.Irecv, receives), (self._comm.Isend, sends)):
             for other, array in pairs:
                 flat = array.reshape(-1).view(np.uint8)
                 for begin in range(0, flat.size, _LARGEST):
                     part = flat[begin : begin + _LARGEST]
                     requests.append(post([part, part.size, self._mpi.BYTE], other, _ARRAYS))
-        return _Requests(self, requests, (sends, receives), place)
+                    if pairs is receives:
+                        sizes.append(part.size)
+        return _Requests(self, requests, sizes, (sends, receives), place)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks."""
@@ -126,11 +128,17 @@ class MpiCommunicator(Communicator):
                 to = [message, message.size, self._mpi.BYTE]
                 self._kept.append((self._comm.Isend(to, other, _FAILURE), message))
 
-    def _finish(self, requests: list[Any], buffers: Any, place: str) -> None:
-        """Wait until requests are done, a rank reports an error, or the time is over."""
+    def _finish(
+        self, requests: list[Any], buffers: Any, place: str, sizes: Sequence[int] = ()
+    ) -> None:
+        """Wait until requests are done, a rank reports an error, or the time is over.
+
+        The first ones are to receive as many bytes as `sizes` says.
+        """
+        statuses = [self._mpi.Status() for _ in requests]
         deadline = time.monotonic() + self.timeout
         looks = 0
-        while not self._mpi.Request.Testall(requests):
+        while not self._mpi.Request.Testall(requests, statuses):
             self._look_for_failures(place, requests, buffers)
             if time.monotonic() > deadline:
                 self._kept.append((requests, buffers))
@@ -138,6 +146,12 @@ class MpiCommunicator(Communicator):
                 raise overdue(place, self.rank, self.timeout)
             looks += 1
             time.sleep(0 if looks < _SPINS else 1e-4)
+        for status, size in zip(statuses, sizes, strict=False):
+            found = status.Get_count(self._mpi.BYTE)
+            if found != size:
+                text = f"rank {status.source} has sent {found} bytes where {size} were wanted"
+                self.fail(RankError(f"{place}: {text}"))
+                raise RankError(f"{place}: {text}")
 
     def _look_for_failures(self, place: str, requests: list[Any], buffers: Any) -> None:
         status = self._mpi.Status()
@@ -158,11 +172,19 @@ class MpiCommunicator(Communicator):
 class _Requests:
     """Arrays on their way; see `Transfer`."""
 
-    def __init__(self, comm: MpiCommunicator, requests: list[Any], buffers: Any, place: str):
-        self._comm, self._requests, self._buffers, self._place = comm, requests, buffers, place
+    def __init__(
+        self,
+        comm: MpiCommunicator,
+        requests: list[Any],
+        sizes: Sequence[int],
+        buffers: Any,
+        place: str,
+    ) -> None:
+        self._comm, self._requests, self._sizes = comm, requests, sizes
+        self._buffers, self._place = buffers, place
 
     def wait(self) -> None:
-        self._comm._finish(self._requests, self._buffers, self._place)
+        self._comm._finish(self._requests, self._buffers, self._place, self._sizes)
 
 
 class NcclCommunicator(Communicator):

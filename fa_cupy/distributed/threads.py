@@ -90,7 +90,7 @@ class ThreadCommunicator(Communicator):
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Return a context in which the other ranks of this process, if they have GPUs, wait for this one."""
+        """Return a context in which other ranks wait for this one, if they have GPUs."""
         if self._hub.turn is None or self._has_turn:
             yield
             return
@@ -121,16 +121,18 @@ class ThreadCommunicator(Communicator):
 
     def _waited(self, box: queue.SimpleQueue[Any], source: int, place: str) -> Any:
         """Return the next item of a box that was empty; meanwhile, others have their turn."""
-        late = overdue(place, self.rank, self.timeout, source)
-        if not self._has_turn or self._hub.turn is None:
-            raise late from None
-        self._hub.turn.release()
-        try:
-            return box.get(timeout=self.timeout)
-        except queue.Empty:
-            raise late from None
-        finally:
-            self._hub.turn.acquire()
+        if self._has_turn and self._hub.turn is not None:
+            self._hub.turn.release()
+            try:
+                return box.get(timeout=self.timeout)
+            except queue.Empty:
+                pass
+            finally:
+                self._hub.turn.acquire()
+        # What comes late would be taken for the next thing that is waited for.
+        self._failed = f"rank {self.rank} has waited in vain in {place}"
+        self._hub.stop(self.rank, "has waited for another rank in vain")
+        raise overdue(place, self.rank, self.timeout, source) from None
 
     def _usable(self, place: str) -> None:
         if self._failed:
@@ -165,34 +167,48 @@ class Local:
     def __init__(self, size: int, devices: tuple[int, ...], timeout: float) -> None:
         self.size, self.devices, self._timeout = size, devices, timeout
         self._jobs: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
-        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closed = False
+        self._calling = threading.Lock()
+        self._workers: set[int | None] = set()
         for rank in range(size):
             device = devices[rank] if devices else None
             worker = threading.Thread(
-                target=_work, args=(rank, device, self._jobs[rank], self._done), daemon=True,
+                target=_work, args=(rank, device, self._jobs[rank]), daemon=True,
                 name=f"fa_cupy rank {rank}",
             )  # fmt: skip
             worker.start()
+            self._workers.add(worker.ident)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(comm, *args)`` on all ranks, and return the results by rank.
 
         If ranks raise, the error of the first one that did not only wait for another is raised
         here. On GPUs, ranks begin after what the current streams of the caller have queued, and all
-        that the ranks have queued has run.
+        that the ranks have queued has run. Calls by several threads come one after the other.
         """
+        if threading.get_ident() in self._workers:
+            raise RuntimeError(f"{_NAME}: a rank has called all ranks, want calls from outside")
+        with self._calling:
+            return self._call(function, args)
+
+    def _call(self, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         if self._closed:
             raise RuntimeError(f"{_NAME}: the ranks are closed, want local(...) again")
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         hub = _Hub(self.size, bool(self.devices))
         ready = backends.gpu("distributed.peers").queued(self.devices) if self.devices else ()
         for rank, jobs in enumerate(self._jobs):
             comm = ThreadCommunicator(hub, rank, self.size, self._timeout)
-            jobs.put((function, comm, args, ready))
+            jobs.put((function, comm, args, ready, done))
         found: dict[int, tuple[Any, BaseException | None]] = {}
-        while len(found) < self.size:
-            rank, result, error = self._done.get()
-            found[rank] = result, error
+        try:
+            while len(found) < self.size:
+                rank, result, error = done.get()
+                found[rank] = result, error
+        except BaseException:  # of a signal, as Ctrl-C: ranks that wait shall end
+            for rank in range(self.size):
+                hub.stop(rank, "was interrupted")
+            raise
         errors = [error for _, (_, error) in sorted(found.items()) if error is not None]
         if errors:
             raise next((e for e in errors if not isinstance(e, RankError)), errors[0])
@@ -299,12 +315,12 @@ def _gpus() -> int:
     return int(backends.gpu("distributed.peers").count())
 
 
-def _work(rank: int, device: int | None, jobs: Any, done: Any) -> None:
+def _work(rank: int, device: int | None, jobs: Any) -> None:
     """Run the functions of a rank, one after the other."""
     if device is not None:
         backends.gpu("distributed.peers").use(device)
     while (job := jobs.get()) is not None:
-        function, comm, args, ready = job
+        function, comm, args, ready, done = job
         result, error = None, None
         try:
             if ready:
@@ -321,7 +337,16 @@ def _work(rank: int, device: int | None, jobs: Any, done: Any) -> None:
             except Exception as e:
                 error = e
         done.put((rank, result, error))
-        del job, function, comm, args, ready, result, error  # arrays are the caller's from here on
+        del (
+            job,
+            function,
+            comm,
+            args,
+            ready,
+            done,
+            result,
+            error,
+        )  # arrays are the caller's from here on
 
 
 def _described(error: BaseException) -> str:

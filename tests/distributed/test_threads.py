@@ -1,5 +1,6 @@
 """Attention and causal products of ranks that are threads, and errors that reach all of them."""
 
+import queue
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fa_cupy
 from fa_cupy import distributed
 from fa_cupy.distributed import threads
 from tests.support.distributed_cases import (
@@ -339,3 +341,116 @@ def test_an_exchange_for_heads(ranks, order, dtype):
     ranks(lambda comm: check_attention(case, comm))
     lengths = case._replace(is_causal=False, window=None, k_len=17)
     ranks(lambda comm: check_attention(lengths, comm))
+
+
+@pytest.mark.parametrize("plan", [None, "ring"])
+@pytest.mark.parametrize("arg", ["bias", "mask", "sinks"])
+def test_a_row_is_that_of_a_rank_where_each_has_one_query(arg, plan):
+    rng = np.random.default_rng(3)
+    q, k, v, dout = rng.standard_normal((4, 4, 4, 8))
+    rows = {"bias": rng.standard_normal((4, 4)), "sinks": rng.standard_normal((4, 4))}
+    rows["mask"] = np.tril(np.ones((4, 4), bool))
+    given, axis = {arg: rows[arg]}, -1 if arg == "sinks" else -2
+    need = [arg] if arg != "mask" else ["q"]
+    want = fa_cupy.attention(q, k, v, return_lse=True, **given)
+    slope = fa_cupy.attention_backward(dout, q, k, v, *want, need=need, **given)[0]
+
+    def part(comm):
+        own = [distributed.split(x, comm) for x in (q, k, v)]
+        own_given = {arg: distributed.split(rows[arg], comm, axis=axis), "plan": plan}
+        out = distributed.attention(*own, comm=comm, return_lse=True, **own_given)
+        found = distributed.attention_backward(
+            distributed.split(dout, comm), *own, *out, comm=comm, need=need, **own_given
+        )
+        return out[0], found[0]
+
+    with distributed.local(4, devices=[], timeout=20) as four:
+        found = four(part)
+    out, slopes = (
+        np.concatenate(x, axis=a) for x, a in zip(zip(*found, strict=True), (-2, axis), strict=True)
+    )
+    np.testing.assert_allclose(out, want[0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(slopes, slope, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("bias", "text"),
+    [
+        (np.zeros((2, 1, 16), np.float32), "the kind of bias"),
+        (np.zeros((1, 16)), "the kind of bias"),
+    ],
+)
+def test_a_bias_of_another_kind_is_an_error_on_all(pair, bias, text):
+    def part(comm):
+        with pytest.raises(ValueError, match=text):
+            attention(comm, bias=bias if comm.rank else np.zeros((2, 1, 16)))
+
+    pair(part)
+
+
+def test_features_of_another_number_are_an_error_on_all(pair):
+    def part(comm):
+        def features(x):
+            return np.exp(x[..., : 4 + comm.rank])
+
+        with pytest.raises(ValueError, match="the shape of the states"):
+            distributed.linear_attention(X, X, X, comm=comm, feature_map=features)
+
+    pair(part)
+
+
+def test_what_comes_too_late_is_not_taken_for_the_next(pair):
+    def part(comm):
+        if comm.rank:
+            time.sleep(0.8)
+            with pytest.raises(distributed.RankError, match="rank 0 has waited"):
+                attention(comm)
+            return
+        with pytest.raises(TimeoutError):
+            attention(comm)
+        with pytest.raises(distributed.RankError, match="not usable, because rank 0 has waited"):
+            attention(comm)
+
+    pair(part)
+
+
+def test_an_interrupted_call_leaves_nothing_to_the_next(monkeypatch):
+    with distributed.local(2, devices=[]) as two:
+        begun = threading.Event()
+
+        def slow(comm):
+            begun.set()
+            time.sleep(0.3)
+            return "first"
+
+        class Interrupted(queue.SimpleQueue):
+            def get(self):
+                begun.wait()
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threads.queue, "SimpleQueue", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                two(slow)
+        assert two(lambda comm: "second") == ["second"] * 2
+
+
+def test_calls_of_several_threads_come_one_after_the_other():
+    with distributed.local(2, devices=[], timeout=20) as two:
+        found = []
+
+        def call(number):
+            found.append((number, two(lambda comm: (number, attention(comm).shape))))
+
+        callers = [threading.Thread(target=call, args=(i,)) for i in range(5)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(30)
+        assert sorted(n for n, _ in found) == [*range(5)]
+        assert all(x == [(n, X.shape)] * 2 for n, x in found)
+
+
+def test_a_rank_cannot_call_all_ranks(pair):
+    with pytest.raises(RuntimeError, match="a rank has called all ranks"):
+        pair(lambda comm: pair(lambda other: 1))
