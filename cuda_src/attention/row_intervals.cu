@@ -31,7 +31,7 @@ struct RowIntervalsParams {
   int q_tiles, k_tiles;
   int blocks[4];  // for tiles of rows, tiles of keys, rows, keys: in this order
 #if FA_DROPOUT
-  RowPlace* places;  // of each row, as many as intervals
+  PlaceInSequence* places;  // of each row, as many as intervals
 #endif
 };
 static_assert(sizeof(RowIntervalsParams) == FA_ROW_INTERVALS_PARAMS_BYTES,
@@ -173,13 +173,13 @@ FA_DEVICE Interval interval_of(const PackedSequences& x, int own) {
 
 #if FA_DROPOUT
 // Where a row is; of one that is in no sequence any place.
-FA_DEVICE RowPlace place_of(const PackedSequences& x, int row) {
+FA_DEVICE PlaceInSequence place_of(const PackedSequences& x, int row) {
   const int sequences = x.params.sequences;
   if (x.in_order) {
     const int number = max(count_up_to(x.q, sequences, row) - 1, 0);
     return {number, x.q.at(number), x.k.at(number), 0};
   }
-  RowPlace found = {-1, 0, 0, 0};
+  PlaceInSequence found = {-1, 0, 0, 0};
 #pragma unroll 1
   for (int i = 0; i <= sequences; ++i) {
     const int q_end = max(found.first_row, min(x.q.at(i), x.q.len));

@@ -17,7 +17,7 @@ constexpr int kDropoutGroup = 64;  // keys
 constexpr int kDropoutPlanes = 8;  // bits of a pair's own number
 
 // Where a query row of packed sequences is: rows and keys count from the beginning of its sequence.
-struct alignas(16) RowPlace {
+struct alignas(16) PlaceInSequence {
   int sequence, first_row, first_key, unused;
 };
 
@@ -34,7 +34,7 @@ struct DropoutParams {
   // Sequence s of batch entry b counts as batch entry b * sequences + s; that of a launch, or 0
   // where each row has its own.
   int sequences, sequence;
-  const RowPlace* places;  // of each row, in builds for packed sequences
+  const PlaceInSequence* places;  // of each row, in builds for packed sequences
 };
 
 // What all counters of a batch entry have in common.
@@ -117,7 +117,7 @@ FA_DEVICE uint32 kept_octets(const DropoutParams& p, const DropoutEntry& entry, 
 // The same of rows and keys that count over all sequences.
 template <int kOctets>
 FA_DEVICE uint32 kept_octets_of(const DropoutParams& p, DropoutEntry entry, int row, int key) {
-  const RowPlace place = p.places[row];
+  const PlaceInSequence place = p.places[row];
   entry.b += place.sequence;
   return kept_octets<kOctets>(p, entry, row - place.first_row, key - place.first_key);
 }
@@ -126,7 +126,7 @@ FA_DEVICE uint32 kept_octets_of(const DropoutParams& p, DropoutEntry entry, int 
 // thread's first one.  Of one that is odd in its sequence, the next one has another counter.
 template <int kKeys>
 FA_DEVICE uint32 kept_bits_from(const DropoutParams& p, DropoutEntry entry, int row, int key) {
-  const RowPlace place = p.places[row];
+  const PlaceInSequence place = p.places[row];
   entry.b += place.sequence;
   row -= place.first_row;
   key -= place.first_key;

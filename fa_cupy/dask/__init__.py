@@ -88,8 +88,8 @@ def attention(
     ModuleNotFoundError
         If Dask is not installed, when `fa_cupy.dask` is imported.
     TypeError, ValueError
-        As for `fa_cupy.attention`, before a graph is made; for arguments that are no arrays of Dask, NumPy or
-        CuPy, and for chunks of unknown sizes.
+        As for `fa_cupy.attention`, before a graph is made; for arguments that are no arrays of
+        Dask, NumPy or CuPy, and for chunks of unknown sizes.
 
     See Also
     --------
@@ -108,9 +108,10 @@ def attention(
     merge; chunks on a GPU are rounded by the kernel too.
 
     Keys and values that come directly from storage (`dask.array.from_zarr`, `dask.array.from_array`
-    of a memory-mapped file, with slices, casts and transposes) are read again for each chunk of
-    queries, so that memory holds few of them. Those that a graph computes are kept until their last
-    use: store them first if all of them do not fit.
+    of a dataset of HDF5, with slices, casts and transposes) are read again for each chunk of
+    queries, so that memory holds few of them. Those that a graph computes, `dask.array.map_blocks`
+    without arrays included, are computed once and kept until their last use: store them first if
+    all of them do not fit.
 
     Examples
     --------
@@ -185,8 +186,8 @@ def causal_product(
     ModuleNotFoundError
         If Dask is not installed, when `fa_cupy.dask` is imported.
     TypeError, ValueError
-        As for `fa_cupy.causal_product`, before a graph is made; for arguments that are no arrays of Dask, NumPy
-        or CuPy, and for chunks of unknown sizes.
+        As for `fa_cupy.causal_product`, before a graph is made; for arguments that are no arrays of
+        Dask, NumPy or CuPy, and for chunks of unknown sizes.
 
     See Also
     --------
@@ -268,8 +269,8 @@ def linear_attention(
     ModuleNotFoundError
         If Dask is not installed, when `fa_cupy.dask` is imported.
     TypeError, ValueError
-        As for `fa_cupy.linear_attention`, before a graph is made; for arguments that are no arrays of Dask,
-        NumPy or CuPy, and for chunks of unknown sizes.
+        As for `fa_cupy.linear_attention`, before a graph is made; for arguments that are no arrays
+        of Dask, NumPy or CuPy, and for chunks of unknown sizes.
 
     See Also
     --------
@@ -287,7 +288,8 @@ def linear_attention(
     True
     """
     name = "linear_attention"
-    if not callable(feature_map) and feature_map not in _FEATURE_MAPS:
+    known = isinstance(feature_map, str) and feature_map in _FEATURE_MAPS
+    if not known and not callable(feature_map):
         raise ValueError(
             f"{name}: feature_map is {checks.show(feature_map)}, "
             f"want one of {', '.join(map(repr, _FEATURE_MAPS))} or a callable"
@@ -334,8 +336,8 @@ def merge_attention(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array
     ModuleNotFoundError
         If Dask is not installed, when `fa_cupy.dask` is imported.
     TypeError, ValueError
-        If the parts do not match; for arguments that are no arrays of Dask, NumPy or CuPy, and for chunks of
-        unknown sizes.
+        If the parts do not match; for arguments that are no arrays of Dask, NumPy or CuPy, and for
+        chunks of unknown sizes.
 
     See Also
     --------

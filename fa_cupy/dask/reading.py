@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import dask
-import numpy as np
+from dask.array.core import getter, getter_nofancy
 from dask.blockwise import Blockwise
+from dask.layers import ArraySliceDep
 from dask.optimization import cull
-from dask.utils import key_split
+from dask.utils import apply, key_split
 
 from fa_cupy.dask.tiles import Cut, Tile
 
@@ -22,21 +23,24 @@ def is_read(x: Any) -> bool:
     """Return whether the chunks of a Dask array come from storage, with no computation on the way.
 
     Arrays in memory do not count, for there is nothing to be saved, nor do memory-mapped files,
-    whose chunks are views that the system fills and frees.
+    whose chunks are views that the system fills and frees. Nor do functions that make chunks: they
+    may be slow, or random.
     """
     graph = x.__dask_graph__()
-    sources = 0
+    stores, reads = set(), set()
     for name, layer in graph.layers.items():
         needs = graph.dependencies[name]
-        if not needs and not isinstance(layer, Blockwise):
-            if not _is_store(layer):
+        if isinstance(layer, Blockwise) and layer.io_deps:
+            if not _is_getter(layer) or not (needs or _is_store(_inlined(layer))):
                 return False
-            sources += 1
-        elif isinstance(layer, Blockwise) and layer.io_deps:  # the layer that reads
-            sources += not needs
+            reads.add(name)
+        elif not needs:
+            if len(layer) != 1 or not _is_store(next(iter(layer.values()))):
+                return False
+            stores.add(name)
         elif key_split(name) not in _CHEAP:
             return False
-    return sources > 0
+    return bool(reads) and all(graph.dependencies[name] <= stores for name in reads)
 
 
 class Chunks:
@@ -74,12 +78,26 @@ def _read(graph: Mapping[Any, Any], key: Any) -> Any:
     return dask.get(graph, key)
 
 
-def _is_store(layer: Mapping[Any, Any]) -> bool:
-    """Return whether a layer is one object with rows, other than an array in memory."""
-    if len(layer) != 1:
+def _is_getter(layer: Blockwise) -> bool:
+    """Return whether a layer only cuts slices from a store, as `dask.array.from_array` makes it."""
+    if any(not isinstance(dep, ArraySliceDep) for dep in layer.io_deps.values()):
         return False
-    value = next(iter(layer.values()))
+    task = getattr(layer, "task", None)
+    if task is not None:
+        return task.func in (getter, getter_nofancy)
+    # In older versions of Dask, tasks are tuples, and a layer has several of them once it is fused.
+    tasks = layer.dsk.values()
+    return all((x[1] if x[0] is apply else x[0]) in (getter, getter_nofancy) for x in tasks)
+
+
+def _inlined(layer: Blockwise) -> Any:
+    """Return the store that a getter without dependencies has among its arguments, or None."""
+    return next((value for value, index in layer.indices if index is None), None)
+
+
+def _is_store(value: Any) -> bool:
+    """Return whether an object has rows, and is no array in memory."""
     value = getattr(value, "value", value)  # of a data node
-    if isinstance(value, np.ndarray):
+    if hasattr(value, "__array_function__"):  # of NumPy, CuPy and the like, but of no store
         return False
     return all(hasattr(value, what) for what in ("shape", "dtype", "__getitem__"))

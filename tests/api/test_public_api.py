@@ -186,7 +186,7 @@ def test_a_missing_library_is_named(name):
         "        print(str(error).replace(' ', '_'))"
     )
     label = {"dask": "Dask", "torch": "PyTorch", "jax": "JAX"}[name]
-    package = {"dask": "'dask[array]'"}.get(name, name)
+    package = {"dask": "'fa_cupy[dask]'"}.get(name, name)
     text = f"fa_cupy.{name} needs {label}, which is not installed: pip install {package}"
     assert run(code) == [text.replace(" ", "_")] * 3
 

@@ -19,7 +19,8 @@ import importlib.util, os, pkgutil, sys, tempfile
 # Modules that have forms of their own for a platform.
 import concurrent.futures.process, multiprocessing.spawn, subprocess
 import numpy, scipy.sparse, ml_dtypes, threadpoolctl, tqdm
-sys.modules["cupy"] = None  # whose own import differs from platform to platform
+for name in ("cupy", "dask"):  # whose own imports differ from platform to platform
+    sys.modules[name] = None
 
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if "openblas" in name else found(name, *rest)
@@ -37,7 +38,7 @@ for module in pkgutil.walk_packages(fa_cupy.__path__, "fa_cupy."):
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:  # of an optional library
-            assert error.name.split(".")[0] in ("cupy", "torch", "jax", "matplotlib"), error
+            assert error.name.split(".")[0] in ("cupy", "dask", "torch", "jax", "matplotlib"), error
 
 q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 300, 16))
 mask = fa_cupy.BitMask.from_dense(np.tri(300, dtype=bool))

@@ -67,6 +67,8 @@ def test_errors(name, arrays, error, text):
         ("causal_product", {"algorithm": "recurrent"}, ValueError, "algorithm is 'recurrent'"),
         ("causal_product", {"reverse": "yes"}, TypeError, "reverse is 'yes'"),
         ("linear_attention", {"feature_map": "gelu"}, ValueError, "feature_map is 'gelu'"),
+        ("linear_attention", {"feature_map": np.array([1, 2])}, ValueError,
+         r"feature_map is array\(\[1, 2\]\) \(ndarray\), want one of 'elu1', 'relu', "),
         ("linear_attention", {"feature_map": lambda x: x[..., :1].astype("f4")}, ValueError,
          r"feature_map\(q\) has dtype float32 and shape \(1, 1\)"),
         ("linear_attention", {"eps": -1}, ValueError, "eps is -1"),

@@ -9,6 +9,7 @@ dask = pytest.importorskip("dask")
 zarr = pytest.importorskip("zarr")
 
 import dask.array as da  # noqa: E402
+from dask.blockwise import optimize_blockwise  # noqa: E402
 
 from fa_cupy import attention, causal_product, linear_attention  # noqa: E402
 from fa_cupy import dask as on_dask  # noqa: E402
@@ -95,6 +96,65 @@ def test_few_chunks_are_in_memory(name, tmp_path):
     assert np.abs(results - want).max() <= 1e-4 * np.abs(want).max()
 
 
+def made(function, argument):
+    """Return an array in 4 chunks of 5 rows that a function makes, and a list of their starts."""
+    calls = []
+
+    def chunk(block_id=None, block_info=None):
+        start = 5 * block_id[0] if block_id else block_info[None]["array-location"][0][0]
+        calls.append(start)
+        return function(start)
+
+    named = {
+        "block_id": lambda block_id=None: chunk(block_id=block_id),
+        "block_info": lambda block_info=None: chunk(block_info=block_info),
+    }
+    x = da.map_blocks(named[argument], chunks=((5,) * 4, (8,)), meta=np.empty((0, 0)))
+    return x, calls
+
+
+@pytest.mark.parametrize("argument", ["block_id", "block_info"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_makes_each_chunk_once(name, argument):
+    """Not once for each task that uses it: the function may be slow."""
+    x, calls = made(lambda start: np.sin(np.arange(40.0) + start).reshape(5, 8), argument)
+    on_dasks, in_memory = FUNCTIONS[name]
+    out = on_dasks(x, x, x).compute(scheduler="threads")
+    assert sorted(calls) == [0, 5, 10, 15]
+    want = np.asarray(x)
+    np.testing.assert_allclose(out, in_memory(want, want, want), atol=1e-12)
+
+
+@pytest.mark.parametrize("argument", ["block_id", "block_info"])
+def test_random_chunks_are_the_same_for_all_tasks(argument):
+    """Equal queries in different chunks find the same keys and values."""
+    rng = np.random.default_rng()
+    k, _ = made(lambda _: rng.standard_normal((5, 8)), argument)
+    v, _ = made(lambda _: rng.standard_normal((5, 8)), argument)
+    q = da.ones((20, 8), chunks=5)
+    for function in (on_dask.attention, FUNCTIONS["linear_attention of all keys"][0]):
+        out = function(q, k, v).compute(scheduler="sync")
+        np.testing.assert_allclose(out, np.broadcast_to(out[0], out.shape), atol=1e-12)
+    q, k, v, out = dask.compute(q, k, v, on_dask.causal_product(q, k, v), scheduler="sync")
+    np.testing.assert_allclose(out, causal_product(q, k, v), atol=1e-12)
+
+
+@pytest.mark.parametrize("inline_array", [False, True])
+@pytest.mark.parametrize("lock", [False, True])
+def test_a_store_is_read_by_each_task(inline_array, lock):
+    """So that no chunk waits in memory: 4 chunks of keys for each of 4 chunks of queries."""
+    store = Rows(20, 8)
+    meta = np.empty((0, 0), np.float32)
+    x = da.from_array(store, chunks=(5, 8), lock=lock, inline_array=inline_array, meta=meta)
+    assert is_read(x)
+    q = da.ones((20, 8), chunks=5, dtype=np.float32)
+    out = on_dask.attention(q, x, x).compute(scheduler="sync")
+    np.testing.assert_allclose(out, 15, rtol=1e-5)
+    assert len(store.asked) >= 16
+    assert not is_read(x.map_blocks(np.sin))
+    assert not is_read(x.map_blocks(lambda x, block_id=None: x, name="astype-1", meta=x._meta))
+
+
 def test_what_counts_as_read(tmp_path):
     store = zarr.create_array(tmp_path / "x.zarr", shape=(20, 8), chunks=(5, 8), dtype="f4")
     x = da.from_zarr(store)
@@ -103,5 +163,23 @@ def test_what_counts_as_read(tmp_path):
         assert is_read(read)
     computed = x + 1, x @ x.T, x.persist(), da.random.random((20, 8), chunks=5)
     in_memory = da.from_array(np.ones((20, 8)), chunks=5), da.from_array(mapped, chunks=5)
-    for other in (*computed, *in_memory):
+    chunks = (5,) * 4, (8,)
+    made_up = (
+        da.ones((20, 8), chunks=5),
+        da.map_blocks(lambda block_id: np.ones((5, 8)), chunks=chunks, dtype=float),
+        da.map_blocks(lambda block_info: np.ones((5, 8)), chunks=chunks, dtype=float),
+        da.map_blocks(lambda: np.ones((5, 8)), chunks=chunks, dtype=float),
+    )
+    stored = da.store([x + 1, x + 2], [store, store], compute=False, return_stored=True)
+    for other in (*computed, *in_memory, *made_up, *stored):
         assert not is_read(other)
+
+
+@pytest.mark.parametrize("inline_array", [False, True])
+def test_fused_layers_do_not_count_as_read(inline_array):
+    """Dask's optimization makes one layer that reads and computes."""
+    x = da.from_array(Rows(20, 8), (5, 8), inline_array=inline_array, meta=np.empty((0, 0), "f4"))
+    y = x.map_blocks(np.sin)
+    graph = optimize_blockwise(y.__dask_graph__(), keys=[(y.name, i, 0) for i in range(4)])
+    assert x.name not in graph.layers
+    assert not is_read(da.Array(graph, y.name, y.chunks, meta=y._meta))

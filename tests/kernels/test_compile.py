@@ -244,8 +244,8 @@ def test_a_kernel_has_few_rows():
     sources = [row.source for row in ALL]
     # Five dims or six, two dtypes, with a mask or not, for plain scores or others; in one of the
     # dtypes, those for packed sequences and with dropout, and of fwd_sm90 for numbers of keys,
-    # pages and parts.
-    assert all(sources.count(source) <= 76 for source in sources)
+    # pages, parts and rows of a bias that are not aligned.
+    assert all(sources.count(source) <= 84 for source in sources)
 
 
 def test_a_row_is_for_the_targets_whose_shared_memory_it_fits():

@@ -38,7 +38,7 @@ ROW_INTERVALS_PARAMS = np.dtype(
 )
 #: With dropout also where each row is in its sequence.
 PARAMS_WITH_PLACES = np.dtype([("plain", ROW_INTERVALS_PARAMS), ("places", np.uint64)], align=True)
-#: Bytes of a ``struct RowPlace`` of ``cuda_src/common/dropout.cuh``.
+#: Bytes of a ``struct PlaceInSequence`` of ``cuda_src/common/dropout.cuh``.
 PLACE_BYTES = 16
 # What the threads of each part of the grid write: those of tiles, which take longest, come first.
 _PARTS = ("key_tiles", "order"), ("query_tiles",), ("keys_of_row",), ("rows_of_key",)
