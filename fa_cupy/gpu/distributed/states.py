@@ -22,7 +22,6 @@ from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import fits_strides, kernel_takes
 from fa_cupy.gpu.causal_product import job_of
 from fa_cupy.gpu.causal_product_backward import by_entry, describe, direct, summed_to
-from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels import products
 from fa_cupy.gpu.kernels.linear import params, sm90_params
 from fa_cupy.gpu.kernels.linear.choice import Choice
@@ -352,13 +351,16 @@ def repeated(name: str, given: Sequence[Any], reverse: bool) -> Any:
 
     It returns what `forward` or `backward` do, and the record of the call.
     """
-    if capturing():  # the call is refused where it is described
-        return None
     known = lookup(_key(name, given, reverse))
     if known is None or not _aligned(*given):
         return None
     begin, record = known
-    return lambda: (begin(*given), record)
+
+    def again() -> tuple[Any, bytes]:
+        workspace.refuse(name, "ranks compare their arguments on the host")
+        return begin(*given), record
+
+    return again
 
 
 def _key(name: str, given: Sequence[Any], reverse: bool) -> Any:

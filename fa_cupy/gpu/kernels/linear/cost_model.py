@@ -89,7 +89,7 @@ def choose(
     rows = serving(dtype, target, packed)
     if mapped and algorithm in ("auto", "chunked"):  # first: where both wait for memory
         own = [(row, states) for row, states in rows if isinstance(row, ProductSm90Variant)]
-        choices += ways_sm90(own, *call, sms, jobs)
+        choices += ways_sm90(own, *call, sms, jobs, _LEAST_HALVED if halved else 1)
     rows = [pair for pair in rows if not isinstance(pair[0], ProductSm90Variant)]
     for name in ALGORITHMS[1:] if jobs == 1 else ():
         if algorithm in ("auto", name):

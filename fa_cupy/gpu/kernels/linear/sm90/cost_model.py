@@ -42,7 +42,7 @@ SINGLE_STATES_US = {64: 1.1, 128: 2.8}
 
 def ways(
     rows: Sequence[tuple[ProductSm90Variant, ProductVariant | None]], entries: int, length: int,
-    qk_dim: int, v_dim: int, sms: int, jobs: int = 1,
+    qk_dim: int, v_dim: int, sms: int, jobs: int = 1, segments: int = 1,
 ) -> Iterator[Choice]:  # fmt: skip
     """Yield the ways that come into question.
 
@@ -54,6 +54,8 @@ def ways(
         As for `fa_cupy.gpu.kernels.linear.cost_model.choose`.
     jobs : int, optional
         Such products in one launch.
+    segments : int, optional
+        Splits into so many come into question too.
     """
     if not 1 <= length <= MAX_LENGTH or min(qk_dim, v_dim) < 1:
         return
@@ -61,17 +63,17 @@ def ways(
     for row, states in rows:
         step = DIM_STEPS[row.dtype]
         if row.dim == dim and not qk_dim % step and not v_dim % step:
-            yield from _splits(row, states, entries * jobs, length, qk_dim, v_dim, sms)
+            yield from _splits(row, states, entries * jobs, length, qk_dim, v_dim, sms, segments)
 
 
 def _splits(
     row: ProductSm90Variant, states: ProductVariant | None, entries: int, length: int, qk_dim: int,
-    v_dim: int, sms: int,
+    v_dim: int, sms: int, also: int,
 ) -> Iterator[Choice]:  # fmt: skip
     chunks = -(-length // row.tile_m)
     blocks = entries * -(-v_dim // row.tile_n)
     # Splits that fill the device so many times, as far as each segment has a few chunks.
-    wanted = {times * sms * resident(row) // max(1, blocks) for times in (1, 2, 3)}
+    wanted = {also, *(times * sms * resident(row) // max(1, blocks) for times in (1, 2, 3))}
     for split in {1} | {max(1, min(split, chunks // 4)) for split in wanted}:
         segment_chunks = -(-chunks // split)
         segments = -(-chunks // segment_chunks)
