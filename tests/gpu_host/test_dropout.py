@@ -212,7 +212,7 @@ def test_float32_forward(host, cupy, launcher, where):
 
 
 def test_device_offsets_and_a_mask_go_to_cublas(host, cupy, monkeypatch):
-    """Which is told where each query is, as kernels are not."""
+    """The kernel of decisions gets the place of each query there; those of attention do not."""
     from fa_cupy.gpu import attention
     from fa_cupy.gpu.cublas import attention as of_values
 

@@ -35,7 +35,7 @@ class Tiles:
         What the parts of a row are to be multiplied by; 0 of rows that have no exponent.
     is_mixed : numpy.ndarray of bool, shape (entries, tiles)
     column : numpy.ndarray of float64, shape (entries, tiles, dim)
-        What columns are to be multiplied by.
+        The factors of columns.
     has_columns : numpy.ndarray of bool, shape (entries, tiles)
         Whether columns have exponents, and low parts their factor.
     """
