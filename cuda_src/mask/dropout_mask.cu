@@ -2,7 +2,8 @@
 // for those who want to see.
 //
 // A thread has the keys of a group of 64, counted from a multiple of 64, that a lane of a quad has
-// (common/dropout.cuh): 16 of one query.  A build for packed sequences gets the place of each query.
+// (common/dropout.cuh): 16 of one query.  A build for packed sequences gets the place of
+// each query.
 #include "cuda_src/common/dropout.cuh"
 
 constexpr int kThreads = FA_THREADS;
