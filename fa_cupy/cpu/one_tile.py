@@ -28,7 +28,8 @@ _STACKED_SCORES = 1 << 17
 # So many stacks are enough for threads.
 _LEAST_STACKS = 4
 # A factor of products within these bounds: a product that overflows is then so far from every other
-# one that it has no weight, or all of the row, and one that underflows changes no score.
+# one that it has no weight, or all of the row, and one that underflows changes no score. Where only
+# a part of its sum overflows, the score is lost, as it is in tiles.
 _LEAST_FACTOR, _MOST_FACTOR = 2.0**-20, 2.0**20
 
 

@@ -171,9 +171,9 @@ def agree(comm: Communicator, name: str, describe: Callable[[], Facts | bytes]) 
 
 def overdue(place: str, rank: int, timeout: float, other: int | None = None) -> TimeoutError:
     """Return the error of a rank that waits for too long."""
-    whom = "other ranks" if other is None else f"rank {other}"
+    awaited = "other ranks" if other is None else f"rank {other}"
     return TimeoutError(
-        f"{place}: rank {rank} has waited {timeout:g} s for {whom}, which may have ended or be in "
+        f"{place}: rank {rank} has waited {timeout:g} s for {awaited}, which may have ended or be in "
         "another function (the argument `timeout` of the communicator sets this time)"
     )
 
