@@ -173,8 +173,8 @@ def overdue(place: str, rank: int, timeout: float, other: int | None = None) -> 
     """Return the error of a rank that waits for too long."""
     awaited = "other ranks" if other is None else f"rank {other}"
     return TimeoutError(
-        f"{place}: rank {rank} has waited {timeout:g} s for {awaited}, which may have ended or be in "
-        "another function (the argument `timeout` of the communicator sets this time)"
+        f"{place}: rank {rank} has waited {timeout:g} s for {awaited}, which may have ended or be "
+        "in another function (the argument `timeout` of the communicator sets this time)"
     )
 
 
