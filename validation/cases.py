@@ -462,6 +462,8 @@ ATTENTION_FLOAT_FWD = (
     *(case for dim in (128, 64, 256) for case in _tokens_16384("fp32", dim, (4096,))),
     *(replace(case, precision="tf32") for case in _tokens_16384("fp32", 128, (4096,))),
     *(case for dim in (128, 64, 256) for case in _tokens_16384("fp64", dim, (4096,))),
+    # More dims than kernels take: products of cuBLAS.
+    *(case for dtype in ("fp32", "fp64") for case in _tokens_16384(dtype, 512, (4096,))),
 )
 # Gradients know no precision.
 ATTENTION_FLOAT_BWD = tuple(

@@ -26,7 +26,7 @@ from fa_cupy import distributed
 from fa_cupy.distributed import order as orders
 from fa_cupy.distributed import plans
 from fa_cupy.distributed.order import dense
-from validation import store
+from validation import copy_trace, store
 
 FAMILY = "distributed"
 HEADS, DIM = 16, 128
@@ -216,12 +216,7 @@ def measure(ranks: Any, case: Case, way: str | None, rounds: int, wanted: Any) -
         cupy.cuda.Device().synchronize()
 
     def part(comm: Any) -> Any:
-        mine = []
-        for x in whole:
-            with cupy.cuda.Device(ranks.devices[0]):
-                own = dense(distributed.split(x.view(np.uint16), comm, order=case.order))
-                cupy.cuda.Device().synchronize()
-            mine.append(own.copy().view(ml_dtypes.bfloat16))
+        mine = parts_of(whole, case, comm, ranks.devices[0])
         run = call_of(case, comm, way)
         found = timed(lambda: run(*mine), lambda x: longest(comm, x), rounds)
         pairs = zip(found.first, found.last if rounds else run(), strict=True)
@@ -236,6 +231,43 @@ def measure(ranks: Any, case: Case, way: str | None, rounds: int, wanted: Any) -
             joined = distributed.join(here, order=case.order).view(ml_dtypes.bfloat16)
             error = max(error, relative_error(joined, one))
     return Measured(max(x for x, _, _ in found), all(x for _, x, _ in found), error)
+
+
+def parts_of(whole: Sequence[Any], case: Case, comm: Any, device: int) -> list[Any]:
+    """Return a rank's own parts of arrays on some device, on the rank's."""
+    import cupy
+
+    mine = []
+    for x in whole:
+        with cupy.cuda.Device(device):
+            own = dense(distributed.split(x.view(np.uint16), comm, order=case.order))
+            cupy.cuda.Device().synchronize()
+        mine.append(own.copy().view(ml_dtypes.bfloat16))
+    return mine
+
+
+def trace(case: Case, size: int, way: str) -> list[copy_trace.Interval]:
+    """Return what the GPUs do in one call that is not the first."""
+    import cupy
+
+    with distributed.local(size, devices=range(size), timeout=120) as ranks:
+        with cupy.cuda.Device(0):
+            whole = inputs(case)
+            cupy.cuda.Device().synchronize()
+
+        def prepared(comm: Any) -> Callable[[], None]:
+            mine, run = parts_of(whole, case, comm, 0), call_of(case, comm, way)
+
+            def call() -> None:
+                longest(comm, 0.0)
+                run(*mine)
+                cupy.cuda.Device().synchronize()
+
+            call()
+            return call
+
+        calls = ranks(prepared)
+        return copy_trace.traced(lambda: ranks(lambda comm: calls[comm.rank]()))
 
 
 def longest(comm: Any, seconds: float) -> float:
@@ -345,6 +377,10 @@ def main(argv: list[str]) -> int:
         "--predict", action="store_true", help="for 8, 64 and 512 GPUs, by the model"
     )
     parser.add_argument("--no-write", action="store_true", help="only print")
+    parser.add_argument(
+        "--trace", action="store_true",
+        help="only say when copies run and when kernels do (needs torch)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if args.predict:
         print("\n".join(table(_KNOWN, plans.GPU.link)))
@@ -355,6 +391,13 @@ def main(argv: list[str]) -> int:
     import cupy
 
     size = args.gpus or cupy.cuda.runtime.getDeviceCount()
+    if args.trace:
+        for case in cases(args.tokens, ()):
+            for way in args.ways:
+                events = trace(case, size, way)
+                print("\n".join([f"{case.label}, {size} GPUs, {way}", *copy_trace.summary(events)]))
+                print("\n".join(copy_trace.listed(events)), flush=True)
+        return 0
     some = list(cases(args.tokens, args.products))
     facts = store.header("gpu")
     path = store.RESULTS / f"ring-{store.slug(facts['device'])}.json"

@@ -25,6 +25,13 @@ class Transfer(Protocol):
         which they were started.
         """
 
+    def arrive(self) -> None:
+        """Let what follows on this rank use what it receives, as `wait` does.
+
+        What it sends may still be read: nobody writes to it any more. A host that need not wait
+        for ranks that are behind goes on.
+        """
+
 
 class Communicator(ABC):
     """What the functions of `fa_cupy.distributed` need of a group of ranks.
@@ -78,6 +85,13 @@ class Communicator(ABC):
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on: they raise a `RankError` where they wait."""
 
+    def announce(self, record: bytes, place: str) -> None:
+        """Tell all ranks of a call, and compare it with theirs: now, or before anything of theirs.
+
+        The errors are those of `compare`.
+        """
+        compare(place, self.rank, dict(enumerate(self.gather(record, place))))
+
     def turn(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this rank has the interpreter to itself until it waits.
 
@@ -126,7 +140,9 @@ def record_of(name: str, facts: Facts) -> bytes:
     return pickle.dumps((name, None, *facts))
 
 
-def agree(comm: Communicator, name: str, describe: Callable[[], Facts | bytes]) -> list[Any]:
+def agree(
+    comm: Communicator, name: str, describe: Callable[[], Facts | bytes], later: bool = False
+) -> list[Any]:
     """Return `Facts.own` of all ranks, after all of them have seen that their calls match.
 
     An error of `describe` on one rank is raised on all: there as it is, elsewhere as a `RankError`.
@@ -139,6 +155,9 @@ def agree(comm: Communicator, name: str, describe: Callable[[], Facts | bytes]) 
         The public function that errors speak of.
     describe : callable
         Checks the arguments of this rank and returns its `Facts`, or `record_of` them.
+    later : bool, optional
+        Whether this rank may go on before it has heard of the others (`Communicator.announce`).
+        Nothing is returned then.
     """
     error: Exception | None = None
     try:
@@ -147,26 +166,57 @@ def agree(comm: Communicator, name: str, describe: Callable[[], Facts | bytes]) 
     except Exception as e:
         error = e
         record = pickle.dumps((name, f"{type(error).__name__}: {error}", {}, None))
+    if later and error is None:
+        comm.announce(record, name)
+        return []
+    if later:
+        assert error is not None
+        comm.fail(error)  # others may be ahead
+        raise error
     records = comm.gather(record, name)
     if error is not None:
         raise error
-    if all(other == record for other in records):
-        return [pickle.loads(record)[3]] * comm.size
-    found = [pickle.loads(other) for other in records]
-    for rank, (other, text, _, _) in enumerate(found):
+    return compare(name, comm.rank, dict(enumerate(records)))
+
+
+def compare(name: str, rank: int, records: Mapping[int, bytes]) -> list[Any]:
+    """Return `Facts.own` of ranks, whose calls have to match.
+
+    Parameters
+    ----------
+    name : str
+        The public function that this rank is in.
+    rank : int
+        This rank.
+    records : mapping of bytes
+        From `record_of`, by rank in ascending order.
+
+    Raises
+    ------
+    RankError
+        If one is in another function, or has raised an error.
+    ValueError
+        If their arguments differ where they have to be the same.
+    """
+    mine = records[rank]
+    if all(other == mine for other in records.values()):
+        return [pickle.loads(mine)[3]] * len(records)
+    found = {number: pickle.loads(other) for number, other in records.items()}
+    for number, (other, text, _, _) in found.items():
         if other != name:
-            raise RankError(f"{name}: rank {rank} is in {other}, rank {comm.rank} in {name}")
+            raise RankError(f"{name}: rank {number} is in {other}, rank {rank} in {name}")
         if text is not None:
-            raise RankError(f"{name}: rank {rank} has raised {text}")
-    first = found[0][2]
-    for rank, (_, _, shared, _) in enumerate(found):
+            raise RankError(f"{name}: rank {number} has raised {text}")
+    lowest = min(found)
+    first = found[lowest][2]
+    for number, (_, _, shared, _) in found.items():
         for arg, value in shared.items():
             if value != first[arg]:
                 raise ValueError(
-                    f"{name}: {arg} is {checks.show(first[arg])} on rank 0 and "
-                    f"{checks.show(value)} on rank {rank}, want the same on all ranks"
+                    f"{name}: {arg} is {checks.show(first[arg])} on rank {lowest} and "
+                    f"{checks.show(value)} on rank {number}, want the same on all ranks"
                 )
-    return [own for _, _, _, own in found]
+    return [own for _, _, _, own in found.values()]
 
 
 def overdue(place: str, rank: int, timeout: float, other: int | None = None) -> TimeoutError:

@@ -186,6 +186,8 @@ class _Requests:
     def wait(self) -> None:
         self._comm._finish(self._requests, self._buffers, self._place, self._sizes)
 
+    arrive = wait
+
 
 class NcclCommunicator(Communicator):
     """A communicator for CuPy arrays, in processes or threads with a GPU each.

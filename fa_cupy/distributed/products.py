@@ -316,7 +316,8 @@ def _repeated(
 ) -> bool:
     """Begin a call like one before, and agree on it with the other ranks, whatever these do.
 
-    The states are on their way before the ranks agree. What has begun is appended to `found`.
+    The states are summed before the ranks agree, which they may do later. What has begun is
+    appended to `found`.
     """
     begin = _REPEATED.get(type(arrays[0]))
     if begin is None or reverse.__class__ is not bool or len({*map(type, arrays)}) != 1:
@@ -330,7 +331,7 @@ def _repeated(
         found.append(halves)
         return bytes(record)
 
-    agree(comm, name, describe)
+    agree(comm, name, describe, later=True)
     return True
 
 
@@ -402,7 +403,7 @@ def _states_before(
             if at - step >= 0:
                 came[i] = xp.empty(totals[i].shape, totals[i].dtype)
                 receives.append((last - at + step if reverse else at - step, came[i]))
-        comm.start(sends, receives, f"{name}: states at distance {step}").wait()
+        comm.start(sends, receives, f"{name}: states at distance {step}").arrive()
         step *= 2
         with np.errstate(all="ignore"):
             for i, earlier in came.items():

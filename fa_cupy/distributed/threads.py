@@ -7,6 +7,7 @@ import importlib.util
 import queue
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core import backends, checks
-from fa_cupy.distributed.communicator import Communicator, RankError, overdue
+from fa_cupy.distributed.communicator import Communicator, RankError, compare, overdue
 from fa_cupy.distributed.order import library
 
 _NAME = "local"
@@ -57,6 +58,10 @@ class ThreadCommunicator(Communicator):
         self._hub = hub
         self._failed = ""
         self._has_turn = False
+        # Of each rank: records of this one that were not yet compared with what comes from there.
+        self._owed: list[deque[tuple[bytes, str]]] = [deque() for _ in range(size)]
+        # Arrays that others may still copy; see `peers.PeerCopies.arrive`.
+        self.unread: deque[Any] = deque()
 
     def gather(self, record: bytes, place: str) -> list[bytes]:
         """Return the records of all ranks."""
@@ -66,6 +71,22 @@ class ThreadCommunicator(Communicator):
             self._hub.sent[self.rank][other].put(record)
         found = {other: self.take(self._hub.sent, other, place) for other in others}
         return [found.get(rank, record) for rank in range(self.size)]
+
+    def announce(self, record: bytes, place: str) -> None:
+        """Tell all ranks of a call; `take` compares it with theirs."""
+        self._usable(place)
+        for other in range(self.size):
+            if other != self.rank:
+                self._hub.sent[self.rank][other].put(record)
+                self._owed[other].append((record, place))
+
+    def settle(self) -> None:
+        """Wait until the calls of all ranks were compared, and others have read all they need."""
+        for source, owed in enumerate(self._owed):
+            if owed:
+                self._compare_owed(source)
+        if self.unread:
+            backends.gpu("distributed.peers").settle(self)
 
     def start(
         self,
@@ -108,6 +129,29 @@ class ThreadCommunicator(Communicator):
 
     def take(self, boxes: list[list[queue.SimpleQueue[Any]]], source: int, place: str) -> Any:
         """Return what a rank has put down for this one next."""
+        if self._owed[source] and boxes is self._hub.sent:
+            self._compare_owed(source)
+        return self._next(boxes, source, place)
+
+    def has(self, boxes: list[list[queue.SimpleQueue[Any]]], source: int) -> bool:
+        """Whether `take` need not wait."""
+        return not boxes[source][self.rank].empty()
+
+    def _compare_owed(self, source: int) -> None:
+        """Compare calls of this rank with those of another one."""
+        owed = self._owed[source]
+        while owed:
+            mine, place = owed.popleft()
+            theirs = self._next(self._hub.sent, source, place)
+            if theirs == mine:
+                continue
+            try:
+                compare(place, self.rank, dict(sorted({self.rank: mine, source: theirs}.items())))
+            except (RankError, ValueError) as error:
+                self.fail(error)  # what comes next is not what it is taken for
+                raise
+
+    def _next(self, boxes: list[list[queue.SimpleQueue[Any]]], source: int, place: str) -> Any:
         box = boxes[source][self.rank]
         try:
             item = box.get_nowait() if self._has_turn else box.get(timeout=self.timeout)
@@ -151,6 +195,8 @@ class _Copies:
         for source, array in self._receives:
             found = self._comm.take(self._comm._hub.sent, source, self._place)
             np.copyto(array, found)
+
+    arrive = wait
 
 
 class Local:
@@ -326,6 +372,7 @@ def _work(rank: int, device: int | None, jobs: Any) -> None:
             if ready:
                 backends.gpu("distributed.peers").wait_for(ready)
             result = function(comm, *args)
+            comm.settle()
         except BaseException as e:
             error = e
             comm.fail(e)

@@ -5,7 +5,7 @@ import pytest
 
 from fa_cupy import distributed
 from fa_cupy.distributed import order, plans
-from validation import ring
+from validation import copy_trace, ring
 
 FAST_LINKS = plans.GPU._replace(link=1e20, far_link=1e20, latency=0.0, call=0.0, memory=1e20)
 
@@ -143,3 +143,32 @@ def test_cases_of_validation_are_different():
     assert ring.predicted(case, 2, "ring", FAST_LINKS) == pytest.approx(
         case.flops / FAST_LINKS.flops / 2, rel=1e-3
     )
+
+
+def event(name, device, begin, duration, kind="kernel"):
+    return {"cat": kind, "name": name, "ts": begin, "dur": duration, "args": {"device": device}}
+
+
+def test_copies_are_hidden_where_kernels_run_meanwhile():
+    copy = "Memcpy PtoP (Device -> Device)"
+    events = [
+        {"cat": "cpu_op", "name": "anything", "ts": 0, "dur": 1},
+        event("attention_fwd_sm90", 0, 1000, 100),
+        event(copy, 0, 1050, 100, "gpu_memcpy"),  # a half of it
+        event("attention_fwd_sm90", 0, 1190, 100),
+        event("fa_cupy_scale", 0, 1100, 40),  # is none of the work
+        event("attention_fwd_sm90", 1, 1000, 300),
+        event(copy, 1, 1100, 50, "gpu_memcpy"),
+        event(copy, 1, 1120, 50, "gpu_memcpy"),
+        event("Memcpy DtoH (Device -> Pinned)", 1, 2000, 50, "gpu_memcpy"),
+    ]
+    found = copy_trace.intervals(events)
+    assert [x.begin for x in found] == sorted(x["ts"] - 1000 for x in events[1:-1])
+    assert copy_trace.summary(found) == [
+        "device 0: 0.29 ms, kernels 0.20 ms, 1 copies 0.10 ms, 50% of them while kernels ran",
+        "device 1: 0.30 ms, kernels 0.30 ms, 2 copies 0.07 ms, 100% of them while kernels ran",
+    ]
+    assert [line.split()[-1] for line in copy_trace.listed(found)] == [
+        "attention_fwd_sm90", "copy", "attention_fwd_sm90",
+    ]  # fmt: skip
+    assert copy_trace.summary([]) == copy_trace.listed([]) == []

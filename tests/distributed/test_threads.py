@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fa_cupy
 from fa_cupy import distributed
-from fa_cupy.distributed import threads
+from fa_cupy.distributed import communicator, threads
 from tests.support.distributed_cases import (
     Case,
     cases,
@@ -454,3 +454,70 @@ def test_calls_of_several_threads_come_one_after_the_other():
 def test_a_rank_cannot_call_all_ranks(pair):
     with pytest.raises(RuntimeError, match="a rank has called all ranks"):
         pair(lambda comm: pair(lambda other: 1))
+
+
+def later(comm, name="f", shape=(3,), error=None):
+    """Agree on a call without waiting for the other rank."""
+
+    def describe():
+        if error is not None:
+            raise error
+        return communicator.record_of(name, communicator.Facts({"shape": shape}, None))
+
+    communicator.agree(comm, name, describe, later=True)
+
+
+def test_a_rank_goes_on_before_others_have_announced_their_call(pair):
+    """The last one compares before it takes anything, and the first one at its end."""
+    first_is_through = threading.Event()
+
+    def part(comm):
+        for value in range(3):
+            if comm.rank:
+                assert first_is_through.wait(5)
+            later(comm)
+            found = np.empty(3)
+            sends = [(1, np.full(3, value))] if comm.rank == 0 else []
+            receives = [(0, found)] if comm.rank else []
+            comm.start(sends, receives, "f").arrive()
+            if comm.rank:
+                assert (found == value).all()
+        first_is_through.set()
+        return comm.gather(bytes([comm.rank]), "the end")
+
+    assert pair(part) == [[b"\0", b"\1"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"shape": (4,)}, ValueError, r"shape is \(3,\) .* on rank 0 and \(4,\) .* on rank 1"),
+        ({"name": "g"}, distributed.RankError, "is in g"),
+        ({"error": TypeError("wrong")}, TypeError, "wrong"),
+    ],
+)
+@pytest.mark.parametrize("waits", [False, True])
+def test_calls_that_were_announced_and_differ_are_errors(pair, options, error, text, waits):
+    """Of the rank that waits for the other, or of one that ends."""
+    seen = []
+
+    def part(comm):
+        try:
+            later(comm, **(options if comm.rank else {}))
+            if waits:
+                comm.gather(b"", "f")
+        except (RuntimeError, ValueError, TypeError) as found:
+            seen.append((comm.rank, found))
+            raise
+
+    with pytest.raises(error, match=text):
+        pair(part)
+    if waits:
+        assert {rank for rank, _ in seen} == {0, 1}
+    later_call = pair(lambda comm: comm.gather(bytes([comm.rank]), "next"))
+    assert later_call == [[b"\0", b"\1"]] * 2
+
+
+def test_a_call_that_only_one_rank_makes_is_an_error(pair):
+    with pytest.raises(distributed.RankError, match="f: rank 1 has ended, while rank 0 waited"):
+        pair(lambda comm: None if comm.rank else later(comm))

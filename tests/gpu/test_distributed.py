@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -156,6 +157,34 @@ def test_causal_products(ranks, dtype, reverse):
         one = on_host(one)
         scale = max(1.0, np.abs(one).max())
         np.testing.assert_allclose(distributed.join(parts), one, rtol=0, atol=LIMITS[dtype] * scale)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_many_products_that_nobody_waits_for(ranks, late):
+    """One rank gets ahead, and what it has sent is kept until the other has it."""
+    whole = [
+        [normal(2, 700, 64, dtype="float16", seed=4 * i + j) * np.float16(0.125) for j in range(4)]
+        for i in range(20)
+    ]
+
+    def part(comm):
+        own = [[on_device(distributed.split(x, comm)) for x in call] for call in whole]
+        found = []
+        for i, (dout, *qkv) in enumerate(own):
+            if comm.rank == late and i % 7 == 0:
+                time.sleep(0.05)
+            found.append([distributed.causal_product(*qkv, comm=comm)])
+            if i % 3 == 0:
+                found[-1] += distributed.causal_product_backward(dout, *qkv, comm=comm)
+        return [[on_host(x) for x in results] for results in found]
+
+    for (dout, *qkv), *parts in zip(whole, *ranks(part), strict=True):
+        wanted = [fa_cupy.causal_product(*qkv), *fa_cupy.causal_product_backward(dout, *qkv)]
+        for one, *of_ranks in zip(wanted, *parts, strict=False):
+            one = one.astype(float)
+            scale = max(1.0, np.abs(one).max())
+            joined = distributed.join(of_ranks)
+            np.testing.assert_allclose(joined, one, rtol=0, atol=LIMITS["float16"] * scale)
 
 
 def test_linear_attention(ranks):

@@ -29,11 +29,14 @@ def total(sums, rows, cols, segments, turned, found):
     found[...] = sources(sums, rows, cols, segments, turned)[:, 1:].sum(axis=1)
 
 
-def prefixes(before, before_turned, sums, rows, cols, segments, turned, to, size):
+def prefixes(before, has_before, before_turned, sums, rows, cols, segments, turned, to, size):
     """What the kernel of that name computes."""
-    assert before.size == size
     parts = sources(sums, rows, cols, segments, turned).copy()
-    first = np.asarray(before)
+    if has_before:
+        assert before.size == size
+        first = np.asarray(before)
+    else:
+        first = np.zeros(size, parts.dtype)
     if before_turned:
         first = first.reshape(-1, cols, rows).swapaxes(-1, -2)
     parts[:, 0] = first.reshape(-1, rows, cols)
@@ -113,7 +116,8 @@ def test_two_halves_are_one_product(
     scale = abs(wanted.astype(float)).max()
     np.testing.assert_allclose(half.finish(before), wanted, atol=limit * scale)
 
-    halves = states.backward(problem, dout, q, k, v, reverse, b"record")
+    given = problem, dout, q, k, v, reverse, b"record"
+    halves = states.backward(*given)
     assert (halves is not None) == with_gradients
     if halves is None:
         return
@@ -123,6 +127,14 @@ def test_two_halves_are_one_product(
     queries = queries.reshape(*state.shape[:2], -1, *dims).sum(axis=2)
     np.testing.assert_allclose(own_after, queries, atol=limit * abs(queries).max())
     found = halves.finish(before, after)
+    alone = [np.array(x) for x in states.backward(*given).finish(None, None)]
+    for x, y in zip(
+        alone,
+        fa_cupy.causal_product_backward(np.asarray(dout), *plain, reverse=reverse)[:3],
+        strict=True,
+    ):
+        scale = abs(y.astype(float)).max()
+        np.testing.assert_allclose(x, y, atol=limit * scale)
     grads = fa_cupy.causal_product_backward(
         np.asarray(dout), *plain, initial_state=np.asarray(before), reverse=reverse,
         dstate=np.asarray(after),

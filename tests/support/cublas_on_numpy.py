@@ -120,11 +120,15 @@ def band_scores(m, n, least, most, scores):
     scores[:, (shift < least) | (shift > most)] = -np.inf
 
 
-def raise_top(found, top, total, shift, decay):
-    new = np.where((found > top) | np.isnan(found), found, top)
-    shift[...] = np.where(new == -np.inf, 0, new)
-    decay[...] = np.exp(top - shift)
-    total *= decay
+def row_softmax(scores, top, total, decay, started):
+    found = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    before = top.copy() if started else np.full_like(top, -np.inf)
+    new = np.where((found > before) | np.isnan(found), found, before)
+    shift = np.where(new == -np.inf, 0, new)
+    decay[...] = np.exp(before - shift)
+    np.exp(scores - shift, out=scores)
+    sums = scores.sum(axis=-1, keepdims=True)
+    total[...] = total * decay + sums if started else 0 * decay + sums
     top[...] = new
 
 
@@ -199,7 +203,7 @@ def _kernel(function):
 
 _KERNELS = (
     band_scores, close_rows, divide_rows, from_bfloat16, mark_far, mask_blocks, mask_scores,
-    raise_top, round_to_tf32, scale, scale_rows, to_bfloat16, weigh,
+    round_to_tf32, scale, scale_rows, to_bfloat16, weigh,
 )  # fmt: skip
 
 
@@ -222,6 +226,7 @@ def in_place_of_cublas(monkeypatch):
         "fa_cupy.gpu.masks.binding": vars(lists),
         "fa_cupy.gpu.cublas.elementwise": {of.__name__: _kernel(of) for of in _KERNELS},
         "fa_cupy.gpu.cublas.linear_elementwise": {"mark": _kernel(mark)},
+        "fa_cupy.gpu.cublas.row_softmax": {"row_softmax": _kernel(row_softmax)},
         "fa_cupy.gpu.cublas.blas": blas,
         "fa_cupy.gpu.workspace": memory,
     }

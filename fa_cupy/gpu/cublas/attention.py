@@ -15,7 +15,7 @@ import numpy as np
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.cublas import blas, elementwise, tile_ops
+from fa_cupy.gpu.cublas import blas, elementwise, row_softmax, tile_ops
 from fa_cupy.gpu.cublas.mask_tiles import TABLE_M, MaskTiles, TableTile
 from fa_cupy.gpu.masks.dropout import TileDropout
 from fa_cupy.score.program import Operands as ScoreOperands
@@ -31,6 +31,9 @@ _SCRATCH_BYTES = 128 << 20
 # twice as many bytes.
 _EXPRESSION_BYTES = 32 << 20
 _TILE_N = 1024
+# The same where every query sees every key: with fewer tiles of keys, accumulators are read and
+# written less often.
+_WIDE_TILE_N = 4096
 # Fewest queries of a tile: below this, reading keys and values costs as much as the products.
 _LEAST_M = 1024
 # Most queries of a tile under a band, where scores above the diagonal are computed in vain.
@@ -93,7 +96,8 @@ def attention(
 
     bits = mask if isinstance(mask, BitMask) and problem.mask is not None else None
     most = problem.q_len if bits is None else TABLE_M
-    stack, tile_m = _tile(problem, dtype, _stack_length(present), most)
+    tile_n = _TILE_N if _is_sparse(problem) or score is not None else _WIDE_TILE_N
+    stack, tile_m = _tile(problem, dtype, _stack_length(present), most, tile_n)
     tasks = []
     seen = mask if bits is None else bits.entries
     for x in batching.stacks(cupy, (q, k, v, bias, seen, out, lse, sinks, *places), views, stack):
@@ -104,7 +108,7 @@ def attention(
         operands = tiled_attention.Operands(*x[:8], score=made, dropout=dropped)
         for begin in range(0, problem.q_len, tile_m):
             rows = (begin, min(begin + tile_m, problem.q_len))
-            tasks.append((operands, *rows, _TILE_N))
+            tasks.append((operands, *rows, tile_n))
     # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than weights rounded
     # to float16, so that these may use the tensor cores.
     tf32 = problem.precision == "tf32" or problem.dtype.itemsize == 2
@@ -128,15 +132,27 @@ def _stack_length(views: list[attention_problem.View]) -> int:
     return batching.merged(views[0].shape[:-2], [v.strides[:-2] for v in views]).shape[-1]
 
 
+def _is_banded(problem: attention_problem.Problem) -> bool:
+    return problem.lower is not None or problem.upper is not None
+
+
+def _is_sparse(problem: attention_problem.Problem) -> bool:
+    return problem.mask is not None or _is_banded(problem)
+
+
 def _tile(
-    problem: attention_problem.Problem, dtype: np.dtype[Any], entries: int, most: int
+    problem: attention_problem.Problem,
+    dtype: np.dtype[Any],
+    entries: int,
+    most: int,
+    tile_n: int = _TILE_N,
 ) -> tuple[int, int]:
     """Return how many batch entries to stack, of at most `entries`, and tile_m, at most `most`."""
-    widest = max(_TILE_N, problem.head_dim, problem.v_dim)
+    keys = min(tile_n, max(problem.k_len, _TILE_N))
+    widest = max(keys, problem.head_dim, problem.v_dim)
     scratch = _SCRATCH_BYTES if problem.score is None else _EXPRESSION_BYTES
     rows = max(1, scratch // (widest * dtype.itemsize))
-    banded = problem.lower is not None or problem.upper is not None
-    most = min(most, problem.q_len, _MOST_BAND_M if banded else most)
+    most = min(most, problem.q_len, _MOST_BAND_M if _is_banded(problem) else most)
     tile_m = max(1, min(most, rows, max(_LEAST_M, rows // max(1, entries))))
     return max(1, rows // tile_m), tile_m
 
@@ -194,17 +210,8 @@ class _Steps(tile_ops.Steps):
         elementwise.band_scores(m, n, least, most, scores)
 
     def softmax(self, rows: tiled_attention.Rows, scores: Any) -> None:
-        if not rows.started:
-            rows.top.fill(-np.inf)
-            rows.total.fill(0)
-        shift = self.scratch("shift", rows.top.shape)
         decay = self.scratch("decay", rows.top.shape)
-        sums = self.scratch("sums", rows.top.shape)
-        scores.max(axis=-1, keepdims=True, out=sums)
-        elementwise.raise_top(sums, rows.top, rows.total, shift, decay)
-        elementwise.weigh(shift, scores.shape[-1], scores)
-        scores.sum(axis=-1, keepdims=True, out=sums)
-        cupy.add(rows.total, sums, out=rows.total)
+        row_softmax.row_softmax(scores, rows.top, rows.total, decay, rows.started)
         if rows.started:
             elementwise.scale_rows(decay, rows.acc.shape[-1], rows.acc)
         rows.started = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -23,8 +24,9 @@ import numpy as np
 from fa_cupy.gpu.driver import remedies
 
 _OP_N, _OP_T = 0, 1  # cublasOperation_t
-# cublasMath_t. Pedantic is what NVIDIA_TF32_OVERRIDE=1 in the environment does not override.
-_PEDANTIC_MATH, _TF32_MATH = 2, 3
+# cublasMath_t. NVIDIA_TF32_OVERRIDE=1 in the environment overrides the default, not the pedantic
+# mode, whose products are slower.
+_DEFAULT_MATH, _PEDANTIC_MATH, _TF32_MATH = 0, 2, 3
 # A handle's workspace is 32 MiB on Hopper; the handle used longest ago goes first.
 _MOST_HANDLES = 4
 
@@ -37,12 +39,19 @@ class _Handle:
         self._destroy = cublas.destroy  # still there when the interpreter takes modules apart
         self._device = cupy.cuda.Device()
         self.value = cublas.create()
-        cublas.setMathMode(self.value, _TF32_MATH if tf32 else _PEDANTIC_MATH)
+        cublas.setMathMode(self.value, _math_mode(tf32))
 
     def __del__(self) -> None:
         if hasattr(self, "value"):
             with self._device:  # a thread may have moved on to another
                 self._destroy(self.value)
+
+
+def _math_mode(tf32: bool) -> int:
+    if tf32:
+        return _TF32_MATH
+    overridden = os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0"
+    return _PEDANTIC_MATH if overridden else _DEFAULT_MATH
 
 
 @functools.cache

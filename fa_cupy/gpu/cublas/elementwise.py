@@ -57,24 +57,6 @@ band_scores = cupy.ElementwiseKernel(
     preamble=_INFINITY,
 )
 
-# One row of a tile: its maximum in, the running maximum and sum brought up to date, and what to
-# subtract from scores and to multiply the accumulator by.
-raise_top = cupy.ElementwiseKernel(
-    "T found",
-    "T top, T total, T shift, T decay",
-    """
-    const T next = (found > top || found != found) ? found : top;
-    const T subtract = next == T(-FA_INFINITY) ? T(0) : next;  // -inf - -inf would be NaN
-    const T keep = exp(top - subtract);
-    total *= keep;
-    top = next;
-    shift = subtract;
-    decay = keep;
-    """,
-    "fa_cupy_raise_top",
-    preamble=_INFINITY,
-)
-
 weigh = cupy.ElementwiseKernel(
     "raw T shift, uint32 n",
     "T score",

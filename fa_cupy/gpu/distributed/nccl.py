@@ -125,3 +125,5 @@ class NcclCopies:
         """Let the current stream wait."""
         get_current_stream().wait_event(self._done)
         self._arrays = ()
+
+    arrive = wait

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 from cupy.cuda import Event, Stream, get_current_stream, runtime
 
 _here = threading.local()
+# Arrays that a rank sends before it waits until others have copied the first of them.
+_MOST_UNREAD = 8
 
 
 def count() -> int:
@@ -61,6 +63,7 @@ def start(
     place: str,
 ) -> PeerCopies:
     """Start to send arrays, and to receive others, for a rank that is a thread."""
+    settle(comm, _MOST_UNREAD)
     ready = record(get_current_stream())
     for other, array in sends:
         hub.sent[comm.rank][other].put((array, ready))
@@ -92,11 +95,55 @@ class PeerCopies:
     def wait(self) -> None:
         """Let the current stream wait for what arrives, and for the copies of what was sent."""
         stream = get_current_stream()
+        settle(self._comm)  # answers come in the order of transfers
         for other in self._readers:
             stream.wait_event(self._comm.take(self._hub.answers, other, self._place))
         if self._done is not None:
             stream.wait_event(self._done)
         self._arrays = []
+
+    def arrive(self) -> None:
+        """Let the current stream wait for what arrives; what was sent is kept until it was read."""
+        stream = get_current_stream()
+        if self._done is not None:
+            stream.wait_event(self._done)
+        if self._readers:
+            unread = _Unread(self._hub, self._arrays, [*self._readers], stream, self._place)
+            self._comm.unread.append(unread)
+        self._arrays = []
+
+
+class _Unread(NamedTuple):
+    """Arrays that others copy while this rank goes on.
+
+    Attributes
+    ----------
+    hub : object
+    arrays : list of cupy.ndarray
+    readers : list of int
+        The ranks that have not answered yet.
+    stream : cupy.cuda.Stream
+        The one that may use the memory next.
+    place : str
+    """
+
+    hub: Any
+    arrays: list[Any]
+    readers: list[int]
+    stream: Any
+    place: str
+
+
+def settle(comm: Any, most: int = 0) -> None:
+    """Let go of arrays that were read; wait for answers while there are more than `most`."""
+    unread = comm.unread
+    while unread:
+        hub, _, readers, stream, place = unread[0]
+        while readers:
+            if len(unread) <= most and not comm.has(hub.answers, readers[0]):
+                return
+            stream.wait_event(comm.take(hub.answers, readers.pop(0), place))
+        unread.popleft()
 
 
 def record(stream: Any) -> Any:

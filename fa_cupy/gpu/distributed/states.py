@@ -54,13 +54,13 @@ _total = cupy.ElementwiseKernel(
 
 # The state before each segment, from the state before all of them.
 _prefixes = cupy.ElementwiseKernel(
-    "raw T before, bool before_turned, raw T sums, int64 rows, int64 cols, int32 segments, "
-    "bool turned",
+    "raw T before, bool has_before, bool before_turned, raw T sums, int64 rows, int64 cols, "
+    "int32 segments, bool turned",
     "raw T prefixes",
     f"""
     {_SOURCE}
     T* to = &prefixes[entry * segments * elements + e];
-    T sum = before[entry * elements + (before_turned ? other : e)];
+    T sum = has_before ? before[entry * elements + (before_turned ? other : e)] : T(0);
     {_UNROLLED}
     for (int s = 0; s < segments; ++s) {{
         to[s * elements] = sum;
@@ -220,11 +220,10 @@ class _Split:
             for own, first, shape, to in zip(
                 halves.sources, before, halves.shapes, parts, strict=True
             ):
-                if first is None:
-                    first = cupy.zeros(shape, halves.dtype)
+                sums = self._sums[own.job]
                 _prefixes(
-                    first, own.before_turned, self._sums[own.job], *shape[1:], halves.segments,
-                    own.turned, to, size=math.prod(shape),
+                    sums if first is None else first, first is not None, own.before_turned, sums,
+                    *shape[1:], halves.segments, own.turned, to, size=math.prod(shape),
                 )  # fmt: skip
         pointers = [x for place in places for x in (*place, 0, 0)]
         if not plan.run(tuple(pointers), memory.data.ptr):
