@@ -247,7 +247,7 @@ def parts_of(whole: Sequence[Any], case: Case, comm: Any, device: int) -> list[A
 
 
 def trace(case: Case, size: int, way: str) -> list[copy_trace.Interval]:
-    """Return what the GPUs do in one call that is not the first."""
+    """Return what the GPUs do in two calls that are not the first."""
     import cupy
 
     with distributed.local(size, devices=range(size), timeout=120) as ranks:
@@ -255,19 +255,17 @@ def trace(case: Case, size: int, way: str) -> list[copy_trace.Interval]:
             whole = inputs(case)
             cupy.cuda.Device().synchronize()
 
-        def prepared(comm: Any) -> Callable[[], None]:
-            mine, run = parts_of(whole, case, comm, 0), call_of(case, comm, way)
+        parts = ranks(lambda comm: parts_of(whole, case, comm, 0))
 
-            def call() -> None:
-                longest(comm, 0.0)
-                run(*mine)
-                cupy.cuda.Device().synchronize()
+        def twice(comm: Any) -> None:
+            run = call_of(case, comm, way)
+            run(*parts[comm.rank])
+            cupy.cuda.Device().synchronize()
+            longest(comm, 0.0)
+            run(*parts[comm.rank])
 
-            call()
-            return call
-
-        calls = ranks(prepared)
-        return copy_trace.traced(lambda: ranks(lambda comm: calls[comm.rank]()))
+        ranks(twice)
+        return copy_trace.traced(lambda: ranks(twice))
 
 
 def longest(comm: Any, seconds: float) -> float:

@@ -27,8 +27,9 @@ def gpu(monkeypatch):
     """Modules of ``fa_cupy.gpu`` on NumPy, with tiles so small that there are several."""
     with cublas_on_numpy.in_place_of_cublas(monkeypatch) as found:
         monkeypatch.setattr(found.attention, "_TILE_N", 96)
+        monkeypatch.setattr(found.attention, "_WIDE_TILE_N", 110)
         monkeypatch.setattr(found.attention, "_LEAST_M", 16)
-        monkeypatch.setattr(found.attention, "_SCRATCH_BYTES", 96 * 100 * 8)
+        monkeypatch.setattr(found.attention, "_SCRATCH_SIZE", 96 * 100)
         yield found
 
 

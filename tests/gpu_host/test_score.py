@@ -174,7 +174,7 @@ def test_with_all_else(gpu, batch, sparse, band, monkeypatch):
     """Sinks, bias, mask and softcap; several tiles and stacks."""
     monkeypatch.setattr(gpu.attention, "_TILE_N", 64)
     monkeypatch.setattr(gpu.attention, "_LEAST_M", 16)
-    monkeypatch.setattr(gpu.attention, "_EXPRESSION_BYTES", 64 * 48 * 8)
+    monkeypatch.setattr(gpu.attention, "_EXPRESSION_SIZE", 64 * 48)
     *arrays, dout = tensors(np.float64, batch)
     mask = RNG.random((LQ, LK)) < 0.6
     mask[3] = False

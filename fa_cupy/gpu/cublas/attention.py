@@ -24,12 +24,12 @@ from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled import batching, softcap
 
-# Bytes of the largest scratch array. A gemm reaches its full speed from about 32768 rows by 1024
-# columns of float32 on; a product this size also takes longer than its launch.
-_SCRATCH_BYTES = 128 << 20
+# Elements of the largest scratch array. A gemm reaches its full speed from about 32768 rows by 1024
+# columns on; a product this size also takes longer than its launch.
+_SCRATCH_SIZE = 32 << 20
 # The same under a score expression, whose steps each make an array of that size, of integers with
 # twice as many bytes.
-_EXPRESSION_BYTES = 32 << 20
+_EXPRESSION_SIZE = 8 << 20
 _TILE_N = 1024
 # The same where every query sees every key: with fewer tiles of keys, accumulators are read and
 # written less often.
@@ -96,7 +96,7 @@ def attention(
 
     bits = mask if isinstance(mask, BitMask) and problem.mask is not None else None
     most = problem.q_len if bits is None else TABLE_M
-    tile_n = _TILE_N if _is_sparse(problem) or score is not None else _WIDE_TILE_N
+    tile_n = _tile_n(problem)
     stack, tile_m = _tile(problem, dtype, _stack_length(present), most, tile_n)
     tasks = []
     seen = mask if bits is None else bits.entries
@@ -132,12 +132,14 @@ def _stack_length(views: list[attention_problem.View]) -> int:
     return batching.merged(views[0].shape[:-2], [v.strides[:-2] for v in views]).shape[-1]
 
 
+def _tile_n(problem: attention_problem.Problem) -> int:
+    """Return the keys of a tile."""
+    sparse = problem.mask is not None or _is_banded(problem)
+    return _TILE_N if sparse or problem.score is not None else _WIDE_TILE_N
+
+
 def _is_banded(problem: attention_problem.Problem) -> bool:
     return problem.lower is not None or problem.upper is not None
-
-
-def _is_sparse(problem: attention_problem.Problem) -> bool:
-    return problem.mask is not None or _is_banded(problem)
 
 
 def _tile(
@@ -145,13 +147,13 @@ def _tile(
     dtype: np.dtype[Any],
     entries: int,
     most: int,
-    tile_n: int = _TILE_N,
+    tile_n: int,
 ) -> tuple[int, int]:
     """Return how many batch entries to stack, of at most `entries`, and tile_m, at most `most`."""
     keys = min(tile_n, max(problem.k_len, _TILE_N))
     widest = max(keys, problem.head_dim, problem.v_dim)
-    scratch = _SCRATCH_BYTES if problem.score is None else _EXPRESSION_BYTES
-    rows = max(1, scratch // (widest * dtype.itemsize))
+    scratch = _SCRATCH_SIZE if problem.score is None else _EXPRESSION_SIZE
+    rows = max(1, scratch // widest)
     most = min(most, problem.q_len, _MOST_BAND_M if _is_banded(problem) else most)
     tile_m = max(1, min(most, rows, max(_LEAST_M, rows // max(1, entries))))
     return max(1, rows // tile_m), tile_m

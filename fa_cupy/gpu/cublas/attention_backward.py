@@ -69,12 +69,11 @@ def backward(
         views = gradients.views(problem, inputs, results, seen, dtype, entries)
         arrays = gradients.arrays(cupy, inputs, results, grads, dtype, sinks, entries)
         present = [view for view in views if view is not None]
-        stack, tile_m = attention._tile(
-            problem, dtype, attention._stack_length(present), problem.q_len
-        )
         bits = inputs[4] if isinstance(inputs[4], BitMask) else None
         # Queries that few of a tile's keys are seen by are computed for all of them.
-        tile_n = attention._TILE_N if bits is None else TABLE_M
+        tile_n = attention._tile_n(problem) if bits is None else TABLE_M
+        entries_of = attention._stack_length(present)
+        stack, tile_m = attention._tile(problem, dtype, entries_of, problem.q_len, tile_n)
         of = None if score is None else partial(_tile_score, score, dtype)
         dropped = None if problem.dropout is None else partial(TileDropout, problem.dropout)
         stacks = []

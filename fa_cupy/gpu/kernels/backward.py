@@ -223,6 +223,12 @@ class BackwardSm90(BackwardVariant):
         cursors = _CURSORS if self.sparse else 1
         return _NOTE_BYTES * (self.stages if self.sparse else 1) + _CURSOR_BYTES * cursors
 
+    def l2_group(self, traits: Traits) -> int:
+        """Return how many entries a group should have; see `l2_groups`."""
+        problem = traits.problem
+        banded = (problem.lower, problem.upper) != (None, None)
+        return self.l2_groups[1 if banded else 2 if problem.offsets is not None else 0]
+
     def end_of_offsets(self, end: int) -> int:
         """Return where shared memory ends, given where the offsets of the bias begin."""
         has_operands = self.score is not None and self.score.has_operands
@@ -263,8 +269,7 @@ class BackwardSm90(BackwardVariant):
         entries = traits.entries // traits.group  # of keys
         params["group"], params["entries"] = traits.group, entries
         params["k_tiles"] = -(-problem.k_len // self.tile_n)
-        banded = (problem.lower, problem.upper) != (None, None)
-        l2_group = self.l2_groups[1 if banded else 2 if problem.offsets is not None else 0]
+        l2_group = self.l2_group(traits)
         params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import types
 
 import numpy as np
 import pytest
@@ -454,3 +455,32 @@ def test_pieces_are_rounded_as_they_are_added_up():
         assert bwd_convert_dq.row_after(row).tile_m == row.dq_tile_m
         tall = dataclasses.replace(row, tile_m=160)
         assert bwd_convert_dq.row_after(tall).tile_m == tall.dq_tile_m > row.dq_tile_m
+
+
+def test_blocks_at_work_on_a_long_entry_are_more_of_one_entry():
+    """What they share is then in the L2 cache. No group is larger than that of short entries."""
+    rows = {row.dim: row for row in bwd_sm90.VARIANTS if not row.sparse}
+
+    def entries(dim, tokens, **facts):
+        problem = types.SimpleNamespace(
+            q_len=tokens, head_dim=dim, v_dim=dim, dtype=np.dtype(np.float16), lower=None,
+            upper=None, offsets=None,
+        )  # fmt: skip
+        vars(problem).update(facts)
+        row = rows[dim]
+        if facts.pop("sparse", False):
+            row = dataclasses.replace(row, sparse=True)
+        return row.l2_group(types.SimpleNamespace(problem=problem, group=facts.get("group", 1)))
+
+    for dim in rows:
+        assert [entries(dim, tokens) for tokens in (100, 4096, 16_384)] == [16] * 3
+        found = [entries(dim, 2**i) for i in range(14, 30)]
+        assert found == sorted(found, reverse=True)
+        assert found[-1] == 1
+        # A distance between neighbours, in all entries of a group, of 36 MB at most.
+        for tokens in (2**16, 2**18):
+            distance = tokens / (132 / entries(dim, tokens)) * 8 * dim
+            assert 18e6 < entries(dim, tokens) * distance < 38e6
+    assert entries(128, 2**18, sparse=True) == 16
+    assert entries(128, 2**18, offsets=object()) == rows[128].l2_groups[2]
+    assert entries(128, 2**14, group=16) == entries(128, 2**18)
