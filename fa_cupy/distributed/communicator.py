@@ -28,8 +28,8 @@ class Transfer(Protocol):
     def arrive(self) -> None:
         """Let what follows on this rank use what it receives, as `wait` does.
 
-        What it sends may still be read: nobody writes to it any more. A host that need not wait
-        for ranks that are behind goes on.
+        What it sends may still be read, so the caller may not write to it any more. The host goes
+        on if it need not wait for ranks that are behind.
         """
 
 
@@ -49,6 +49,8 @@ class Communicator(ABC):
     rank: int
     size: int
     timeout: float
+    #: Whether a rank that the last `gather` heard of goes on without waiting for this one.
+    others_go_on: bool = False
 
     @abstractmethod
     def gather(self, record: bytes, place: str) -> list[bytes]:
@@ -111,7 +113,7 @@ class Communicator(ABC):
 
 
 class Facts(NamedTuple):
-    """What the ranks of a call compare before any array is sent.
+    """What the ranks of a call compare, before any array is sent unless a call is announced.
 
     Attributes
     ----------
@@ -166,17 +168,24 @@ def agree(
     except Exception as e:
         error = e
         record = pickle.dumps((name, f"{type(error).__name__}: {error}", {}, None))
-    if later and error is None:
-        comm.announce(record, name)
-        return []
     if later:
-        assert error is not None
-        comm.fail(error)  # others may be ahead
-        raise error
+        try:
+            comm.announce(record, name)
+        except (RankError, ValueError):
+            if error is None:
+                raise
+        if error is not None:
+            raise error
+        return []
     records = comm.gather(record, name)
-    if error is not None:
-        raise error
-    return compare(name, comm.rank, dict(enumerate(records)))
+    try:
+        if error is not None:
+            raise error
+        return compare(name, comm.rank, dict(enumerate(records)))
+    except Exception as found:
+        if comm.others_go_on:  # what comes from them next is not what this rank will ask for
+            comm.fail(found)
+        raise
 
 
 def compare(name: str, rank: int, records: Mapping[int, bytes]) -> list[Any]:

@@ -62,8 +62,8 @@ def causal_product(
     Raises
     ------
     TypeError, ValueError
-        With a message that names the argument, before any array is sent. If the arguments of one
-        rank are wrong, the others raise a `RankError`.
+        With a message that names the argument. If the arguments of one rank are wrong, the others
+        raise a `RankError`.
     RankError, TimeoutError
         If another rank has failed, or does not answer within the time-out of `comm`.
 
@@ -76,6 +76,11 @@ def causal_product(
     Each rank sums its keys and values to a state. A scan in log2(ranks) steps gives each rank the
     sum of the states before it, from which it computes its rows. A state has E * M numbers a head,
     whatever the length is. Results are the same bits at each run.
+
+    Ranks compare their arguments before any array is sent. Ranks with GPUs that are threads do so
+    for the first call of a kind. In later calls with arrays of the same shapes, a rank goes on
+    before it has heard of ranks that it needs nothing of; if their calls differ, one of the next
+    calls raises the error, or else the call of `local` that runs the ranks.
 
     Examples
     --------

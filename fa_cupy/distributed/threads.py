@@ -28,11 +28,19 @@ class _Stopped(NamedTuple):
     why: str
 
 
+class _Announced(NamedTuple):
+    """The record of a call of a rank that does not wait for others."""
+
+    record: bytes
+
+
 class _Hub:
     """Queues between the ranks of one run: for records and arrays, and for answers to these."""
 
     def __init__(self, size: int, on_gpus: bool) -> None:
         self.turn = threading.Lock() if on_gpus else None
+        # Arrays that ranks which have failed have sent: others may copy them while they run.
+        self.kept: list[Any] = []
 
         def queues() -> list[list[queue.SimpleQueue[Any]]]:
             return [[queue.SimpleQueue() for _ in range(size)] for _ in range(size)]
@@ -70,6 +78,8 @@ class ThreadCommunicator(Communicator):
         for other in others:
             self._hub.sent[self.rank][other].put(record)
         found = {other: self.take(self._hub.sent, other, place) for other in others}
+        self.others_go_on = any(isinstance(x, _Announced) for x in found.values())
+        found = {other: self._record(x, other, place) for other, x in found.items()}
         return [found.get(rank, record) for rank in range(self.size)]
 
     def announce(self, record: bytes, place: str) -> None:
@@ -77,16 +87,19 @@ class ThreadCommunicator(Communicator):
         self._usable(place)
         for other in range(self.size):
             if other != self.rank:
-                self._hub.sent[self.rank][other].put(record)
+                self._hub.sent[self.rank][other].put(_Announced(record))
                 self._owed[other].append((record, place))
+                self._compare_owed(other, waits=False)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait until the calls of all ranks were compared, and others have read all they need."""
-        for source, owed in enumerate(self._owed):
-            if owed:
-                self._compare_owed(source)
+        if self._failed:  # and the function has dealt with it
+            self._hub.kept.extend(self.unread)
+            return
+        for source in range(self.size):
+            self._compare_owed(source)
         if self.unread:
-            backends.gpu("distributed.peers").settle(self)
+            backends.gpu("distributed.peers").release(self)
 
     def start(
         self,
@@ -129,7 +142,7 @@ class ThreadCommunicator(Communicator):
 
     def take(self, boxes: list[list[queue.SimpleQueue[Any]]], source: int, place: str) -> Any:
         """Return what a rank has put down for this one next."""
-        if self._owed[source] and boxes is self._hub.sent:
+        if boxes is self._hub.sent:
             self._compare_owed(source)
         return self._next(boxes, source, place)
 
@@ -137,19 +150,29 @@ class ThreadCommunicator(Communicator):
         """Whether `take` need not wait."""
         return not boxes[source][self.rank].empty()
 
-    def _compare_owed(self, source: int) -> None:
-        """Compare calls of this rank with those of another one."""
-        owed = self._owed[source]
-        while owed:
+    def _compare_owed(self, source: int, waits: bool = True) -> None:
+        """Compare calls of this rank with those of another one, those that are there or all."""
+        owed, sent = self._owed[source], self._hub.sent
+        while owed and (waits or self.has(sent, source)):
             mine, place = owed.popleft()
-            theirs = self._next(self._hub.sent, source, place)
+            theirs = self._record(self._next(sent, source, place), source, place)
             if theirs == mine:
                 continue
             try:
                 compare(place, self.rank, dict(sorted({self.rank: mine, source: theirs}.items())))
-            except (RankError, ValueError) as error:
+            except Exception as error:
                 self.fail(error)  # what comes next is not what it is taken for
                 raise
+
+    def _record(self, item: Any, source: int, place: str) -> bytes:
+        """Return the record of another rank's call."""
+        if isinstance(item, _Announced):
+            return item.record
+        if isinstance(item, bytes):
+            return item
+        error = RankError(f"{place}: rank {source} is in another call than rank {self.rank}")
+        self.fail(error)
+        raise error
 
     def _next(self, boxes: list[list[queue.SimpleQueue[Any]]], source: int, place: str) -> Any:
         box = boxes[source][self.rank]
@@ -372,7 +395,7 @@ def _work(rank: int, device: int | None, jobs: Any) -> None:
             if ready:
                 backends.gpu("distributed.peers").wait_for(ready)
             result = function(comm, *args)
-            comm.settle()
+            comm.finish()
         except BaseException as e:
             error = e
             comm.fail(e)

@@ -521,3 +521,61 @@ def test_calls_that_were_announced_and_differ_are_errors(pair, options, error, t
 def test_a_call_that_only_one_rank_makes_is_an_error(pair):
     with pytest.raises(distributed.RankError, match="f: rank 1 has ended, while rank 0 waited"):
         pair(lambda comm: None if comm.rank else later(comm))
+
+
+def test_an_error_of_a_rank_that_others_do_not_wait_for_ends_the_communicator(pair):
+    """What rank 0 has sent is not taken for the record of the next call."""
+    caught = []
+
+    def part(comm):
+        if comm.rank == 0:
+            later(comm)
+            comm.start([(1, np.zeros(3))], [], "f").arrive()
+            return
+        with pytest.raises(TypeError, match="wrong"):
+            communicator.agree(comm, "f", raises)
+        with pytest.raises(distributed.RankError, match=r"not usable, because .* wrong") as found:
+            comm.gather(b"", "again")
+        caught.append(found.value)
+
+    def raises():
+        raise TypeError("wrong")
+
+    with pytest.raises(distributed.RankError, match="f: rank 1 has raised TypeError: wrong"):
+        pair(part)
+    assert len(caught) == 1
+
+
+def test_an_error_of_all_ranks_leaves_the_communicator_usable(pair):
+    def part(comm):
+        with pytest.raises(TypeError, match="wrong"):
+            later(comm, error=TypeError("wrong"))
+        return comm.gather(bytes([comm.rank]), "next")
+
+    assert pair(part) == [[b"\0", b"\1"]] * 2
+
+
+def test_an_error_that_the_function_has_handled_is_not_raised_again(pair):
+    def part(comm):
+        def calls():
+            later(comm, shape=(3 + comm.rank,))  # raises if the other one was first
+            comm.gather(b"", "next")
+
+        with pytest.raises((ValueError, distributed.RankError), match="want the same on all ranks"):
+            calls()
+        return comm.rank
+
+    assert pair(part) == [0, 1]
+
+
+def test_what_comes_is_compared_as_it_comes(pair):
+    """A rank that takes nothing from others keeps no list of their calls."""
+    met = threading.Barrier(2)
+
+    def part(comm):
+        for _ in range(50):
+            later(comm)
+            met.wait(5)
+        return len(comm._owed[1 - comm.rank])
+
+    assert max(pair(part)) <= 2

