@@ -24,6 +24,8 @@ from validation.digest import ROOT, Prints, digest, fingerprints
 RECEIPT = Path("validation/results/receipt.json")
 # What `make test-gpu` hands over from its two steps.
 TESTS, SANITIZER = "tests.json", "sanitizer.json"
+# What tests that had failed were run again, of the same tree, where the machine was to blame.
+AGAIN = "again.json"
 
 
 def _seal(run: dict[str, Any]) -> str:
@@ -152,10 +154,31 @@ def machine_code() -> dict[str, Any]:
     return {"compared": True, "changes": sass.changes(recorded, sass.compiled_rows(ROWS))}
 
 
+def with_second_run(tests: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of the tests with that of those that failed and were run again.
+
+    The second one counts if it is of the same definitions and of all tests that failed, and all of
+    them passed. Their names stay in the record, as `again`.
+    """
+    failed = tests.get("failed", [])
+    counts = (
+        bool(failed)
+        and again.get("definitions") == tests.get("definitions")
+        and not again.get("failed")
+        and sum(again.get("passed", {}).values()) == len(failed)
+        and {name.partition("[")[0] for name in failed} == {*again["passed"]}
+    )
+    if not counts:
+        return tests
+    passed = Counter(tests["passed"]) + Counter(again["passed"])
+    return tests | {"passed": dict(passed), "failed": [], "again": failed}
+
+
 def write(folder: Path, target: Path) -> list[str]:
     """Write the receipt of the run whose parts lie in ``folder``; return what is wrong with it."""
     prints = fingerprints()
     tests, sanitizer = _read(folder / TESTS), _read(folder / SANITIZER)
+    tests = with_second_run(tests, _read(folder / AGAIN))
     uncovered = sorted(
         {name.partition("::")[0] for name in tests.get("passed", {})} - prints.keys()
     )
@@ -195,6 +218,7 @@ def summary(run: dict[str, Any]) -> str:
         f"{run['date'][:10]}, {machine['device']}, NVRTC {machine['nvrtc']}: "
         f"{sum(tests['passed'].values())} tests passed, {len(tests['skipped'])} skipped, "
         f"{sum(tests['hypothesis'].values())} hypothesis examples; "
+        + (f"{len(tests['again'])} failed and passed when run again; " if "again" in tests else "")
         + f"machine code {'as in the table' if run['code']['compared'] else 'NOT COMPARED'}; "
         + "; ".join(
             f"{name} {'clean' if tool.get('ran') else 'NOT RUN: ' + str(tool.get('why'))}"

@@ -190,14 +190,14 @@ class BackwardSm90(BackwardVariant):
         of keys of a group's entries are given out in turn, and share the L2 cache. A block of keys
         may wait for those before it of its entry, so a group should have several entries; blocks of
         one entry read the same queries, so it should not have too many.
-    shared_bytes_in_l2 : int
-        Of a kernel by blocks of keys that adds up dQ; 0 of others. Blocks of keys at work on an
-        entry spread over its queries in time. What one of them has read and added to is still in
-        the cache when the next one comes there, if the distance between the two, times the
-        entries of a group, has so many bytes. So long entries have smaller groups.
+    rows_of_l2_group : int
+        Most queries of a group of more than two entries without a mask; 0 for any number. Blocks
+        of keys at work on a long entry spread over its queries in time. The fewer entries share
+        them, the sooner the next block comes to what one has read and added to, while it is still
+        in the cache.
     """
 
-    shared_bytes_in_l2: ClassVar[int] = 0
+    rows_of_l2_group: ClassVar[int] = 0
     l2_groups: tuple[int, int, int] = (16, 16, 16)
 
     @property
@@ -271,11 +271,9 @@ class BackwardSm90(BackwardVariant):
         params["k_tiles"] = -(-problem.k_len // self.tile_n)
         banded = (problem.lower, problem.upper) != (None, None)
         l2_group = self.l2_groups[1 if banded else 2 if problem.offsets is not None else 0]
-        if self.shared_bytes_in_l2 and not self.sparse and problem.offsets is None:
-            row = problem.dtype.itemsize * (problem.head_dim + problem.v_dim) + 4 * self.dim
-            rows = traits.group * problem.q_len
-            fit = self.shared_bytes_in_l2 * launches.multiprocessors // (row * rows)
-            l2_group = max(1, min(l2_group, math.isqrt(fit)))
+        if self.rows_of_l2_group and not self.sparse and problem.offsets is None:
+            fit = self.rows_of_l2_group // max(1, traits.group * problem.q_len)
+            l2_group = min(l2_group, max(2, fit))
         params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share

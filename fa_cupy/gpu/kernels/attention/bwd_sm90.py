@@ -41,7 +41,10 @@ class BwdSm90(BackwardSm90):
         the tile before during its exponentials, and the scheduler starts with the first block.
     """
 
-    shared_bytes_in_l2: ClassVar[int] = 36 << 20
+    # Full, 16 heads of 128 dims, TFLOP/s by entries of a group (16, 8, 4, 2, 1): 32,768 tokens 551,
+    # 561, 580, 587, 546; 65,536 425, 554, 557, 580, 576; 131,072 384, 417, 497, 534. Causal 262,144
+    # (16, 4, 2) 381, 556, 556; 16,384 (16, 8, 4) 599, 600, 542.
+    rows_of_l2_group: ClassVar[int] = 1 << 17
     dout_stages: int
     staging_stages: int
     store_threads: int
