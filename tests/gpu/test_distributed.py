@@ -1,5 +1,6 @@
 """Attention and causal products on several GPUs, or on ranks that share one."""
 
+import os
 import subprocess
 import sys
 import time
@@ -259,7 +260,12 @@ def test_nccl_moves_arrays_of_processes(pair, tmp_path):
     path = tmp_path / "ring.py"
     path.write_text(PROCESS)
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    # Where the package is not installed, a program in another folder does not find it.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is right") == 2
 
