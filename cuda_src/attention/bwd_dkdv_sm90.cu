@@ -5,12 +5,14 @@
 //   weights:    S^T = K Q^T,    P^T = exp(S^T - LSE),           dV += P^T dO
 //   gradients:  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),      dK += dS^T Q
 // P^T goes from the first to the second through shared memory, in float32, times the slopes of the
-// scores where a softcap makes some.  A tile's second product
+// scores where a softcap makes some; with dropout so do the decisions that the first one has made.
+// A tile's second product
 // runs beside the exponentials of the next one, or before its first product, where the tile should
 // be given back soon.  dQ has a kernel of its own, bwd_dq_sm90.cu.
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/dq_accum.cuh"
+#include "cuda_src/common/dropout_words.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/score.cuh"
 #include "cuda_src/common/shared_tile.cuh"
@@ -55,10 +57,17 @@ struct SharedStorage {
   MaskTileInfo tile_info[kSparse ? kStages : 1];  // of the tile in each stage of Q
   MaskCursor cursors[kCursors];
   int64 operands_offset[kHasOperands ? kStages : 1];  // of the entry of the tile in each stage of Q
+#if FA_DROPOUT
+  alignas(16) uint32 kept[kStages][kKeptWords];  // decisions, which come and go as P^T does
+  DropoutEntry dropout_entry[kStages];           // of the tile in each stage of Q
+#endif
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
-enum NamedBarrier : int { kResultWritten = 1 };  // a warpgroup's rows of dV, or of dK
+enum NamedBarrier : int {
+  kResultWritten = 1,  // a warpgroup's rows of dV, or of dK
+  kKeptWritten = 3     // words of decisions
+};
 
 using WorkPipeline = PipelineState<kWorkStages>;
 using TilePipeline = PipelineState<kStages>;
@@ -238,6 +247,31 @@ FA_DEVICE void mask_scores(Scores& s, const Consumer<kDv>& c, const int& tile,
     mask_scores_of_row(s, h, kSparse ? visible_bits[h] : in_band(c, tile, h), masked_value);
 }
 
+// ----------------------------------------------------------------------------------------- dropout
+// The warpgroup of dV makes the words of a tile's decisions, each thread one, for both.
+template <bool kDv>
+FA_DEVICE void make_kept_words(const Consumer<kDv>& c, int stage, const int& tile) {
+#if FA_DROPOUT
+  if constexpr (kDv) {
+    const int query = kTile * (kSparse ? c.shared.tile_info[stage].tile : tile);
+    c.shared.kept[stage][thread_in_group()] =
+        make_kept_word(c.params.common.dropout, c.shared.dropout_entry[stage], c.work.tile * kTile,
+                       query, thread_in_group());
+    bar_sync(kKeptWritten, 128);
+  }
+#endif
+}
+
+// The decisions on this thread's pairs.
+template <bool kDv>
+FA_DEVICE uint32 own_kept_words(const Consumer<kDv>& c, int stage) {
+#if FA_DROPOUT
+  return read_kept_words(c.shared.kept[stage], thread_in_group() / 32 * 16, lane_in_warp());
+#else
+  return ~0u;
+#endif
+}
+
 // ----------------------------------------------------------------------------------------- softmax
 using Operands = OperandTile<true, 8>;
 
@@ -289,10 +323,21 @@ FA_DEVICE void compute_p(Scores& s, const Consumer<true>& c, const TilePipeline&
       to[j * (kDqTileStep / 4)] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
     }
   }
+  if constexpr (kDropout) {
+    const uint32 kept = own_kept_words(c, pipe.index());
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if ((kept >> (4 * j + e) & 1) == 0) s[j][e] = 0.0f;
+      }
+    }
+  }
   release_per_lane(c.shared.p_full[pipe.index()]);
 }
 
-// dP^T becomes dS^T = P^T (dP^T - delta), with P^T from the other warpgroup.
+// dP^T becomes dS^T = P^T (dP^T - delta), with P^T from the other warpgroup.  With dropout, dP^T of
+// pairs that are kept is multiplied by the factor, and that of others is 0.
 FA_DEVICE void compute_ds(Scores& s, const Consumer<false>& c, const TilePipeline& pipe,
                           const int& tile, const uint32 (&visible_bits)[2]) {
   const float4* rows = c.shared.lse_delta[pipe.index()] + lane_in_warp() % 4;
@@ -300,6 +345,17 @@ FA_DEVICE void compute_ds(Scores& s, const Consumer<false>& c, const TilePipelin
   wait(c.shared.p_full[pipe.index()], pipe.parity());
   const float4* from =
       reinterpret_cast<const float4*>(c.shared.p[pipe.index()]) + thread_in_group();
+  if constexpr (kDropout) {
+    const float factor = kept_factor(c.params.common);
+    const uint32 kept = own_kept_words(c, pipe.index());
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[j][e] = (kept >> (4 * j + e) & 1) != 0 ? s[j][e] * factor : 0.0f;
+      }
+    }
+  }
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float4 row = rows[4 * j], x = from[j * (kDqTileStep / 4)];
@@ -323,7 +379,7 @@ FA_DEVICE void round_scores(Rounded& pairs, const Scores& x) {
 template <bool kDv>
 FA_DEVICE void write_gradient(const KvSums& sums, const Consumer<kDv>& c) {
   bar_sync(kResultWritten + kDv, 128);  // all warps have left the keys
-  const float scale = kDv ? 1.0f : c.params.common.scale;
+  const float scale = kDv ? kept_factor(c.params.common) : c.params.common.scale;
   const bool zero = c.work.has_no_query;
   NonfiniteProbe nonfinite_probe;
   const uint32 to = cvta_to_shared(keys_of(c)) +
@@ -376,6 +432,7 @@ FA_DEVICE void bwd_step(Scores& s, KvSums& sums, Rounded& pairs, uint32 (&visibl
   }
   Operands operands;
   prefetch_operands(operands, c, stage, tile);
+  make_kept_words(c, stage, tile);
   wgmma_wait_group<kSumsBeside ? 1 : 0>();
   apply_band(visible_bits, c, stage);
   if constexpr (kDv) {

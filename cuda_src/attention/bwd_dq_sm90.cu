@@ -51,6 +51,9 @@ struct WorkTile {
   struct {
     int full_begin, full_end;  // of them those that all rows of a warpgroup see whole
   } group[kGroups];
+#if FA_DROPOUT
+  DropoutEntry dropout;
+#endif
 };
 
 struct SharedStorage {
@@ -88,6 +91,9 @@ FA_DEVICE bool write_work_tile(const BwdSm90Params& params, WorkTile& work, uint
   const WorkIndex work_index =
       work_index_at(index, entries, p.q_tiles, params.entries_per_l2_group * params.group);
   work.entry = work_index.entry;
+#if FA_DROPOUT
+  work.dropout = dropout_entry(p.dropout, work.entry);
+#endif
   entry_coordinates(params, work_index.entry, work.coordinate);
   work.tile = p.q_tiles - 1 - work_index.tile;
   const int first_row = work.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
@@ -297,6 +303,31 @@ FA_DEVICE void mask_scores(Scores& x, const Consumer& c, const int& tile,
   }
 }
 
+// ----------------------------------------------------------------------------------------- dropout
+// The decisions on a tile of keys: of this thread's first row in bits 0 to 15, of the one 8 after it
+// in the others, that on key 8 j + e in bit 2 j + e.
+FA_DEVICE uint32 kept_bits_of(const Consumer& c, int k_stage, const int& tile) {
+#if FA_DROPOUT
+  static_assert(kTileN == kDropoutGroup, "a tile is a group of keys");
+  const int number = kSparse ? c.shared.tile_info[k_stage].tile : tile;
+#if FA_PACKED
+  uint32 bits = 0;
+#pragma unroll 1
+  for (int h = 1; h >= 0; --h) {
+    const uint32 half = kept_bits_from<kTileN>(c.params.common.dropout, c.work.dropout,
+                                               first_row(c) + 8 * h, first_key_of(number));
+    bits = bits << 16 | (half & 0xFFFFu);
+  }
+  return bits;
+#else
+  return kept_bits<1, 8>(c.params.common.dropout, c.work.dropout, first_row(c), number,
+                         lane_in_warp() % 4);
+#endif
+#else
+  return ~0u;
+#endif
+}
+
 // ----------------------------------------------------------------------------------------- softmax
 // LSE (component 0) or delta (2) of this thread's row g, or of g + 8.
 FA_DEVICE float lse_delta(const Consumer& c, int h, int component) {
@@ -371,9 +402,21 @@ FA_DEVICE void compute_p(Scores& s, const Consumer& c, const Operands& operands,
   }
 }
 
-// dP becomes dS = P (dP - delta).
-FA_DEVICE void compute_ds(Scores& dp, const Scores& p, const Consumer& c) {
+// dP becomes dS = P (dP - delta).  With dropout, dP of pairs that are kept is multiplied by the
+// factor, and that of others is 0.
+FA_DEVICE void compute_ds(Scores& dp, const Scores& p, const Consumer& c, uint32 kept) {
   const float delta[2] = {lse_delta(c, 0, 2), lse_delta(c, 1, 2)};
+  if constexpr (kDropout) {
+    const float factor = kept_factor(c.params.common);
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool is_kept = (kept >> (16 * (e / 2) + 2 * j + e % 2) & 1) != 0;
+        dp[0][j][e] = is_kept ? dp[0][j][e] * factor : 0.0f;
+      }
+    }
+  }
 #pragma unroll
   for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
@@ -450,13 +493,14 @@ FA_DEVICE void bwd_step(Scores& s, Scores& dp, QuerySums& dq, Rounded& ds,
   prefetch_mask_words(visible_bits, c, k_stage);
   Operands operands;
   prefetch_operands(operands, c, k_stage, tile);
+  const uint32 kept = kept_bits_of(c, k_stage, tile);
   wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>();
   apply_band(visible_bits, c, k_stage);
   compute_p(s, c, operands, k_stage, tile, visible_bits);
   wgmma_wait_group<kFirst || kAccumulateFirst ? 0 : 1>();
   release(c.shared.v_empty[v_stage]);
   mask_scores(dp, c, tile, visible_bits, 0.0f);
-  compute_ds(dp, s, c);
+  compute_ds(dp, s, c, kept);
   if constexpr (!kFirst && !kAccumulateFirst) {
     wgmma_wait_group<0>();
     release_k(c, previous_k_stage(tiles));

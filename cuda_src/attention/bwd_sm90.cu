@@ -243,54 +243,21 @@ FA_DEVICE void mask_scores(Scores& x, Consumer c, int countdown, const uint32 (&
 
 // ----------------------------------------------------------------------------------------- dropout
 // Makes the words of a tile's decisions, each thread one, which all threads of the warpgroup read.
-// A counter decides on keys of all four warps: so none makes what another one has made.  Word
-// (t, l, j) has the queries 8 j + 2 l and the next one in its halves, and in each the keys whose
-// number modulo 8 is 2 t or 2 t + 1 (common/dropout.cuh).  Of its words (t, l) a thread reads all.
 FA_DEVICE void make_kept_words(Consumer c, const QueryTile& tile, int countdown) {
 #if FA_DROPOUT
   const int place = thread_in_group(), q_stage = tile.q_pipe.index();
   const int query = (kSparse ? c.shared.tile_info[q_stage].tile : band_tile(c, countdown)) * kTileM;
-  const int pair = place % kMmaM * 4 + place / kMmaM % 4;
-#if FA_PACKED
-  const DropoutEntry entry = c.shared.dropout_entry[q_stage];
-  const int key = c.work.tile * kTileN + 64 * c.group + place / (4 * kMmaM) * 2;
-  uint32 word = 0;
-#pragma unroll 1
-  for (int i = 1; i >= 0; --i) {
-    const uint32 half =
-        kept_bits_from<64>(c.params.common.dropout, entry, query + 2 * pair + i, key);
-    word = word << 16 | (half & 0xFFFFu);
-  }
-#else
-  const uint32 word =
-      kept_bits<1, 1>(c.params.common.dropout, c.shared.dropout_entry[q_stage], query + 2 * pair,
-                      (c.work.tile * kTileN + 64 * c.group) / kDropoutGroup, place / (4 * kMmaM));
-#endif
+  const uint32 word = make_kept_word(c.params.common.dropout, c.shared.dropout_entry[q_stage],
+                                     c.work.tile * kTileN + 64 * c.group, query, place);
   bar_sync(1 + c.group, 128);  // all have read the words of the tile before
   c.shared.kept[c.group][place] = word;
 #endif
 }
 
-// The decisions on this thread's pairs, of two keys and kTileM / 4 queries: that on element e of
-// score j is bit 4 j + e.
-FA_DEVICE uint32 read_kept_words(Consumer c) {
+// The decisions on this thread's pairs.
+FA_DEVICE uint32 own_kept_words(Consumer c) {
 #if FA_DROPOUT
-  static_assert(kMmaM == 8, "a word has a thread's pairs");
-  const int lane = lane_in_warp();
-  const uint32 from = cvta_to_shared(&c.shared.kept[c.group][(lane / 8 * 4 + lane % 4) * kMmaM]);
-  // Of a word this thread's first key is bit first_bit of each half, and its other one two further.
-  const int first_bit = warp_row() / 4 + lane / 4 % 2;
-  uint32 bits[2] = {0, 0};
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    uint32 four[4];
-    ld_shared_v4_b32(four, from + 16 * j);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bits[j] |= (four[i] >> first_bit & 0x50005u) << 4 * i;
-  }
-  const uint32 even = (bits[0] & 0xFFFFu) | bits[1] << 16,
-               odd = bits[0] >> 16 | (bits[1] & 0xFFFF0000u);
-  return even | odd << 1;
+  return read_kept_words(c.shared.kept[c.group], warp_row(), lane_in_warp());
 #else
   return 0;
 #endif
@@ -429,7 +396,7 @@ FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetc
 FA_DEVICE void compute_ds_with_dropout(Scores& dp, Scores& p, Rounded& pairs, Consumer c,
                                        const Prefetched& prefetched, const float* delta) {
   const float inverse = inverse_kept_factor(c.params.common);
-  const uint32 kept = read_kept_words(c);
+  const uint32 kept = own_kept_words(c);
 #pragma unroll
   for (int j = 0; j < kMmaM; ++j) {
     const float2 row = row_pair(prefetched, delta, j);

@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/dq_accum.cuh"
+#include "cuda_src/common/dropout_words.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 
 constexpr bool kBf16 = FA_BF16;              // bfloat16, else float16
@@ -77,9 +78,7 @@ static_assert(kQStages > 1 || !kDeferDk, "the next tile is waited for early");
 static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
 static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
 
-// Words of the decisions of dropout on 64 keys and a tile of queries.
-constexpr int kKeptWords = 64 * kTileM / 32;
-static_assert(!kDropout || kKeptWords == 128, "each thread of a warpgroup makes one");
+static_assert(!kDropout || kTileM == 64, "each thread of a warpgroup makes a word of decisions");
 static_assert(!kDropout || kDeferDk, "words are made in one of the schedules");
 
 constexpr int kKTileBytes = kTileN * 128 * kBlocks, kQTileBytes = kTileM * 128 * kBlocks;

@@ -61,6 +61,8 @@ VARIANTS: tuple[BackwardVariant, ...] = (
 #: Those that have builds with dropout.
 WITH_DROPOUT: tuple[BackwardVariant, ...] = (
     *bwd_sm90.VARIANTS,
+    *bwd_dkdv_sm90.VARIANTS,
+    *bwd_dq_sm90.VARIANTS,
     *bwd_nonfinite.VARIANTS,
     *bwd_dkdv_sm80.VARIANTS,
     *bwd_dq_sm80.VARIANTS,
@@ -120,7 +122,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
             main = [row, bwd_convert_dq.row_after(row)]
-        if not main and not wanted.dropout:
+        if not main:
             main += pick(bwd_dkdv_sm90.VARIANTS, wanted.masked)
             main += pick(bwd_dq_sm90.VARIANTS, wanted.masked)
     if wanted.strided and not main:

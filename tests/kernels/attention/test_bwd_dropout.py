@@ -11,6 +11,7 @@ from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.support.every_run import some
 from tests.support.kernel_attention import BANDS, DTYPES, blocks_of, draw
 from tests.support.planted import plant
+from validation import emulator
 from validation.emulator.calls import attention_backward
 
 pytestmark = pytest.mark.emulator
@@ -18,7 +19,10 @@ pytestmark = pytest.mark.emulator
 DROPOUT = Dropout(0.3, 2**63 + 12345)
 CALLS = [
     (dtype, dim, masked, target)
-    for target, dims in (("sm_80", (32, 64, 96, 128, 192, 256)), ("sm_90a", (64, 96, 128)))
+    for target, dims in (
+        ("sm_80", (32, 64, 96, 128, 192, 256)),
+        ("sm_90a", (64, 96, 128, 192, 256)),
+    )
     for dtype in DTYPES
     for dim in dims
     for masked in (False, True)
@@ -55,10 +59,21 @@ def check(rows, dtype, dim, mask=None, bad=False, sources=None, order=0, **optio
 def test_every_call(dtype, dim, masked, target):
     rows = kernels(dtype, dim, masked, target)
     # One kernel rounds dQ on SM90, which is added up, and one multiplies it elsewhere.
-    assert [row.dropout for row in rows] == [False, True, target == "sm_80", True]
+    adds_up = target == "sm_90a" and dim <= 128
+    assert [row.dropout for row in rows] == [False, True, not adds_up, True]
+    main = [row.source for row in rows[1:-1] if not row.source.endswith("_convert_dq")]
+    assert {source.rpartition("_")[2] for source in main} == {target[:5].replace("_", "")}
     mask = blocks_of(np.random.default_rng(0), 70, 200, density=0.5) if masked else None
     check(rows, dtype, dim, mask, **BANDS[1])
     check(rows, dtype, dim, mask, bad=True, softcap=0.0)
+
+
+@pytest.mark.parametrize("dim", [64, 192])
+def test_a_softcap_on_hopper(dim):
+    """Weights times slopes go from warpgroup to warpgroup, and are dropped after that."""
+    rows = kernels("float16", dim, target="sm_90a", score=ScoreMod(softcap=True))
+    assert all("sm80" not in row.source for row in rows)
+    check(rows, "float16", dim, softcap=2.0, **BANDS[1])
 
 
 @pytest.mark.parametrize("axes", ["pair", "key"])
@@ -104,7 +119,8 @@ def test_packed_sequences(dtype, dim, masked, target):
 PLANTED_PACKED = {
     "a sequence": ("bwd_dkdv_sm80", ("entry.b += place.sequence;\n  return", "return")),
     "a query": ("bwd_dkdv_sm80", ("first_query + j / 2 * 8 + j % 2,", "first_query + j / 2 * 8,")),
-    "another query": ("bwd_sm90", ("query + 2 * pair + i, key);", "query + 2 * pair, key);")),
+    "another query": ("bwd_sm90",
+                      ("64 * c.group, query, place);", "64 * c.group, query + 1, place);")),
     "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
 }  # fmt: skip
 
@@ -129,10 +145,24 @@ PLANTED = {
                                  "work.entry * params.group);\n  make_kept")),
     "dP of queries": ("bwd_dq_sm80", ("constexpr (kDropout) drop_gradients",
                                       "(false) drop_gradients")),
-    "another pair of queries": ("bwd_sm90", ("query + 2 * pair,", "query + pair,")),
-    "another key": ("bwd_sm90", ("warp_row() / 4 + lane / 4 % 2;", "warp_row() / 4;")),
+    "another pair of queries": ("bwd_sm90",
+                                ("64 * c.group, query, place);",
+                                 "64 * c.group, query + 2, place);")),
+    "another key": ("bwd_sm90",
+                    ("warp_row(), lane_in_warp());\n#else",
+                     "warp_row(), lane_in_warp() % 4);\n#else")),
     "a scale of dK": ("bwd_sm90", ("scale * kept_factor(c.params.common);", "scale;")),
     "a weight of dV": ("bwd_sm90", ("p[j][e] = of_kept;", "p[j][e] = weight;")),
+    "a weight of wide dV": ("bwd_dkdv_sm90",
+                            ("& 1) == 0) s[j][e] = 0.0f;", "& 1) == 2) s[j][e] = 0;")),
+    "dP of wide dK": ("bwd_dkdv_sm90",
+                      ("!= 0 ? s[j][e] * factor : 0.0f;", "!= 2 ? s[j][e] * factor : 0;")),
+    "words that are not there": ("bwd_dkdv_sm90", ("bar_sync(kKeptWritten, 128);", "")),
+    "a factor of wide dV": ("bwd_dkdv_sm90",
+                            ("kDv ? kept_factor(c.params.common) :", "kDv ? 1.0f :")),
+    "dP of wide dQ": ("bwd_dq_sm90",
+                      ("is_kept ? dp[0][j][e] * factor : 0.0f;", "dp[0][j][e] * factor;")),
+    "another row of wide dQ": ("bwd_dq_sm90", ("kept_bits<1, 8>(", "kept_bits<1, 16>(")),
     "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
 }  # fmt: skip
 
@@ -141,7 +171,8 @@ PLANTED = {
 def test_a_planted_bug_is_found(tmp_path, name):
     stem, change = PLANTED[name]
     source = plant(tmp_path, f"attention/{stem}", change)
-    rows = kernels("float16", 64, target="sm_90a" if stem == "bwd_sm90" else "sm_80")
-    with pytest.raises(AssertionError):
-        check(rows, "float16", 64, bad=stem == "bwd_nonfinite",
+    dim = 192 if stem in ("bwd_dkdv_sm90", "bwd_dq_sm90") else 64
+    rows = kernels("float16", dim, target="sm_90a" if stem.endswith("_sm90") else "sm_80")
+    with pytest.raises((AssertionError, emulator.EmulationError)):
+        check(rows, "float16", dim, bad=stem == "bwd_nonfinite",
               sources={f"attention_{stem}": source})  # fmt: skip

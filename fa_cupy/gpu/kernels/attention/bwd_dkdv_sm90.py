@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from fa_cupy.gpu.kernels.backward import WORK_STAGES, BackwardSm90, Launches, Traits
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 _WORK_BYTES = 44  # WorkTile
@@ -32,7 +32,8 @@ class BwdDkdvSm90(BackwardSm90):
         barriers = 4 + 5 * self.stages + 2 * WORK_STAGES
         notes = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
         end = self.end_of_offsets(notes)
-        return tiles + (4 * 64 * 64 + 512) * self.stages + -(-end // 16) * 16
+        kept = (512 + DROPOUT_ENTRY_BYTES) * self.stages if self.dropout else 0
+        return tiles + (4 * 64 * 64 + 512) * self.stages + -(-end // 16) * 16 + kept
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from fa_cupy.gpu.kernels.backward import GROUPS, WORK_STAGES, BackwardSm90, Launches, Traits
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
+from fa_cupy.gpu.kernels.variant import DROPOUT_ENTRY_BYTES, DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 _WORK_BYTES = 48  # WorkTile
@@ -32,7 +32,8 @@ class BwdDqSm90(BackwardSm90):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         tiles = self.row_bytes * (2 * self.tile_m + (self.stages + self.v_stages) * self.tile_n)
         barriers = 2 * (GROUPS + self.stages + self.v_stages + WORK_STAGES)
-        end = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
+        work = _WORK_BYTES + DROPOUT_ENTRY_BYTES * self.dropout
+        end = 8 * barriers + WORK_STAGES * work + self.notes
         return tiles + 8 * self.tile_m + -(-end // 16) * 16
 
     @property
