@@ -374,6 +374,13 @@ class Steps:
         if total is not None and (total != 1).any():
             np.divide(scores, total, out=scores)
 
+    def weigh_pairs(
+        self, scores: Array, top: Array, total: Array | None, dscores: Array, base: Array
+    ) -> None:
+        self.weigh(scores, top, total)
+        np.subtract(dscores, base, out=dscores)
+        np.multiply(dscores, scores, out=dscores)
+
     def scale(self, x: Array, factor: float) -> None:
         np.multiply(x, exact(factor, self.dtype), out=x, casting="unsafe")
 

@@ -63,6 +63,11 @@ class Steps(attention.Steps, Protocol):
     def weigh(self, scores: Array, top: Array, total: Array | None) -> None:
         """Set scores to ``exp(scores - top) / total``; None is 1."""
 
+    def weigh_pairs(
+        self, scores: Array, top: Array, total: Array | None, dscores: Array, base: Array
+    ) -> None:
+        """Set scores to weights, as `weigh`, and `dscores` to ``weights * (dscores - base)``."""
+
     def scale(self, x: Array, factor: float) -> None:
         """Multiply `x` by `factor`, which the dtype need not hold."""
 
@@ -271,15 +276,16 @@ def _terms(
         top = finite_or_0(xp, x.lse[:, part]).astype(steps.dtype)
     else:
         top = x.top[:, part]
-    steps.weigh(weights, top, None if x.total is None else x.total[:, part])
+    total = None if x.total is None else x.total[:, part]
     dout = steps.operand("dout", x.dout[:, part])
     terms = {}
-    if x.grads.keys() - {"v"}:
+    if not x.grads.keys() - {"v"}:
+        steps.weigh(weights, top, total)
+    else:
         dscores = steps.scratch("dscores", shape)
         steps.matmul(dout, v.swapaxes(1, 2), dscores)
         _drop(steps, x, kept, dscores)
-        xp.subtract(dscores, x.base[:, part], out=dscores)
-        xp.multiply(dscores, weights, out=dscores)
+        steps.weigh_pairs(weights, top, total, dscores, x.base[:, part])
         _hide(steps, seen, dscores)
         if "bias" in x.grads:
             terms["bias"] = reduced(x.grads["bias"][:, part, slice(*keys)], dscores)

@@ -20,8 +20,8 @@ from validation.emulator.launcher import EmulatorLauncher
 B = 128
 MODULES = ("attention_backward", "attention", "mask_tiles", "tile_ops")
 _NAMES = (
-    "abs", "add", "arange", "broadcast_to", "copyto", "cos", "divide", "empty", "equal", "exp",
-    "floor", "floor_divide", "full", "isfinite", "isnan", "less", "less_equal", "log",
+    "abs", "add", "arange", "ascontiguousarray", "broadcast_to", "copyto", "cos", "divide",
+    "empty", "equal", "exp", "floor", "floor_divide", "full", "isfinite", "isnan", "less", "less_equal", "log",
     "logical_and", "logical_not", "logical_or", "maximum", "minimum", "mod", "multiply", "negative",
     "not_equal", "ones_like", "power", "sign", "sin", "sqrt", "subtract", "tanh", "where", "zeros",
 )  # fmt: skip
@@ -140,6 +140,12 @@ def weigh(shift, n, scores):
     np.exp(scores - _by_rows(shift, scores), out=scores)
 
 
+def weigh_pairs(shift, base, n, scores, dscores):
+    np.exp(scores - _by_rows(shift, scores), out=scores)
+    dscores -= _by_rows(base, scores)
+    dscores *= scores
+
+
 def scale(factor, x):
     x *= factor
 
@@ -204,6 +210,7 @@ def _kernel(function):
 _KERNELS = (
     band_scores, close_rows, divide_rows, from_bfloat16, mark_far, mask_blocks, mask_scores,
     round_to_tf32, scale, scale_rows, to_bfloat16, weigh,
+    weigh_pairs,
 )  # fmt: skip
 
 

@@ -177,6 +177,17 @@ class _Steps(attention._Steps):
         if total is not None:
             cupy.divide(scores, total, out=scores)
 
+    def weigh_pairs(
+        self, scores: Any, top: Any, total: Any | None, dscores: Any, base: Any
+    ) -> None:
+        keys = scores.shape[-1]
+        if total is None:
+            elementwise.weigh_pairs(top, cupy.ascontiguousarray(base), keys, scores, dscores)
+            return
+        self.weigh(scores, top, total)
+        cupy.subtract(dscores, base, out=dscores)
+        cupy.multiply(dscores, scores, out=dscores)
+
     def scale(self, x: Any, factor: float) -> None:
         elementwise.scale(factor, x)
 

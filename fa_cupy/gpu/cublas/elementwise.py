@@ -64,6 +64,18 @@ weigh = cupy.ElementwiseKernel(
     "fa_cupy_weigh",
 )
 
+# Of gradients, weights and the gradients of their scores, in one pass over both tiles.
+weigh_pairs = cupy.ElementwiseKernel(
+    "raw T shift, raw T base, uint32 n",
+    "T score, T dscore",
+    """
+    const unsigned int row = (unsigned int)i / n;
+    score = exp(score - shift[row]);
+    dscore = score * (dscore - base[row]);
+    """,
+    "fa_cupy_weigh_pairs",
+)
+
 # Whether some row is far, as `tiled.softmax.is_far` has it.
 mark_far = cupy.ElementwiseKernel(
     "T lse, float64 far",
