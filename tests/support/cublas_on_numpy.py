@@ -21,7 +21,8 @@ B = 128
 MODULES = ("attention_backward", "attention", "mask_tiles", "tile_ops")
 _NAMES = (
     "abs", "add", "arange", "ascontiguousarray", "broadcast_to", "copyto", "cos", "divide",
-    "empty", "equal", "exp", "floor", "floor_divide", "full", "isfinite", "isnan", "less", "less_equal", "log",
+    "empty", "equal", "exp", "floor", "floor_divide", "full", "isfinite", "isnan", "less",
+    "less_equal", "log",
     "logical_and", "logical_not", "logical_or", "maximum", "minimum", "mod", "multiply", "negative",
     "not_equal", "ones_like", "power", "sign", "sin", "sqrt", "subtract", "tanh", "where", "zeros",
 )  # fmt: skip
