@@ -36,7 +36,7 @@ endif
 # In this order: the last one decides which CUDA is there.
 GPU_READY := $(TEST_READY) $(DEMO_READY)
 
-.PHONY: demo test test-all test-gpu gpu-tests gpu-sanitize gpu-receipt bench docs docs-pictures lint
+.PHONY: demo test test-all test-gpu gpu-tests gpu-tests-again gpu-sanitize gpu-receipt bench docs docs-pictures lint
 .PHONY: format compile-all wheel announce receipt-pending
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -70,6 +70,13 @@ gpu-tests: $(GPU_READY)
 	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 FA_CUPY_SPREAD=1 \
 	  OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -m gpu $(if $(filter-out 1,$(GPU_JOBS)),$(SPREAD)) \
 	  -p _hypothesis_pytestplugin -p tests.support.receipt_plugin --receipt $(GPU_RUN)/tests.json --durations 25
+
+## GPU tests that have failed, again, where the machine was to blame; then gpu-sanitize, gpu-receipt
+gpu-tests-again: $(GPU_READY)
+	$(PY) -m validation.receipt failed $(GPU_RUN) > $(GPU_RUN)/failed.txt
+	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OPENBLAS_NUM_THREADS=1 \
+	  $(PY) -m pytest -m gpu -p _hypothesis_pytestplugin -p tests.support.receipt_plugin \
+	  --receipt $(GPU_RUN)/again.json @$(GPU_RUN)/failed.txt
 
 gpu-sanitize: $(GPU_READY)
 	-$(PY) -m validation sanitize --json $(GPU_RUN)/sanitizer.json

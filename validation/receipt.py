@@ -1,8 +1,9 @@
 """The receipt of the last GPU run: written on a GPU machine, checked where there is none.
 
 ``python -m validation.receipt write RUN_FOLDER RECEIPT`` joins what pytest and the sanitizers left
-in a folder, ``check`` holds the receipt against the tree, ``pending WHY`` marks a tree that no GPU
-has seen, ``digest`` prints what the digest is made of. See ``make test-gpu``.
+in a folder, ``failed RUN_FOLDER`` names the tests that failed, a line each, ``check`` holds the
+receipt against the tree, ``pending WHY`` marks a tree that no GPU has seen, ``digest`` prints what
+the digest is made of. See ``make test-gpu``.
 """
 
 import argparse
@@ -263,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     writing = commands.add_parser("write")
     writing.add_argument("folder", type=Path)
     writing.add_argument("target", type=Path)
+    commands.add_parser("failed").add_argument("folder", type=Path)
     commands.add_parser("check")
     commands.add_parser("pending").add_argument("why")
     commands.add_parser("digest")
@@ -273,6 +275,9 @@ def main(argv: list[str] | None = None) -> int:
         if found:
             print(_listing(found, "  "))
         return int(bool(found))
+    if options.command == "failed":
+        print("\n".join(_read(options.folder / TESTS).get("failed", [])))
+        return 0
     if options.command == "pending":
         mark_pending(ROOT / RECEIPT, options.why)
         print(f"receipt: marked as pending in {RECEIPT}")

@@ -441,6 +441,29 @@ def test_machine_code_is_held_against_the_table(tmp_path, monkeypatch):
     assert not receipt.machine_code()["compared"]
 
 
+def test_tests_that_failed_count_when_all_of_them_pass_again():
+    """Of the same tree; the record keeps their names."""
+    first = {
+        "definitions": {"a.py": {"f": "1"}}, "passed": {"t::good": 3, "t::bad": 1},
+        "failed": ["t::bad[x]", "t::worse"], "whole": True,
+    }  # fmt: skip
+    again = {"definitions": first["definitions"], "passed": {"t::bad": 1, "t::worse": 1}}
+    found = receipt.with_second_run(first, again)
+    assert found["passed"] == {"t::good": 3, "t::bad": 2, "t::worse": 1}
+    assert (found["failed"], found["again"]) == ([], first["failed"])
+    for other in (
+        {},
+        again | {"definitions": {}},
+        again | {"failed": ["t::worse"]},
+        again | {"passed": {"t::bad": 2}},
+        again | {"passed": {"t::bad": 1}},
+        again | {"passed": {"t::bad": 1, "t::good": 1}},
+    ):
+        assert receipt.with_second_run(first, other) == first
+    whole = first | {"failed": []}
+    assert receipt.with_second_run(whole, again) == whole
+
+
 def test_edited_stale_and_missing_receipts_are_refused(tmp_path, capsys):
     edited = sealed(a_run(failed=["tests/test_gpu.py::test_bad"]))
     edited["run"]["tests"]["failed"] = []
