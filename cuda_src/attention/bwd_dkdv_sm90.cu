@@ -6,9 +6,8 @@
 //   gradients:  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),      dK += dS^T Q
 // P^T goes from the first to the second through shared memory, in float32, times the slopes of the
 // scores where a softcap makes some; with dropout so do the decisions that the first one has made.
-// A tile's second product
-// runs beside the exponentials of the next one, or before its first product, where the tile should
-// be given back soon.  dQ has a kernel of its own, bwd_dq_sm90.cu.
+// A tile's second product runs beside the exponentials of the next one, or before its first
+// product, where the tile should be given back soon.  dQ has a kernel of its own, bwd_dq_sm90.cu.
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/dq_accum.cuh"
@@ -50,7 +49,8 @@ struct SharedStorage {
   float4 lse_delta[kStages][kTile / 2];
   uint64 k_full, k_empty, v_full, v_empty;
   uint64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
-  // P^T needs no empty barrier: it is written after Q of the stage's last tile was released
+  // P^T and decisions need no empty barrier: they are written after Q of the stage's last tile was
+  // released
   uint64 p_full[kStages];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   WorkTile work[kWorkStages];
@@ -323,6 +323,7 @@ FA_DEVICE void compute_p(Scores& s, const Consumer<true>& c, const TilePipeline&
       to[j * (kDqTileStep / 4)] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
     }
   }
+  release_per_lane(c.shared.p_full[pipe.index()]);
   if constexpr (kDropout) {
     const uint32 kept = own_kept_words(c, pipe.index());
 #pragma unroll
@@ -333,7 +334,6 @@ FA_DEVICE void compute_p(Scores& s, const Consumer<true>& c, const TilePipeline&
       }
     }
   }
-  release_per_lane(c.shared.p_full[pipe.index()]);
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta), with P^T from the other warpgroup.  With dropout, dP^T of

@@ -180,9 +180,8 @@ class _Steps(attention._Steps):
     def weigh_pairs(
         self, scores: Any, top: Any, total: Any | None, dscores: Any, base: Any
     ) -> None:
-        keys = scores.shape[-1]
         if total is None:
-            elementwise.weigh_pairs(top, cupy.ascontiguousarray(base), keys, scores, dscores)
+            elementwise.weigh_pairs(top, base, scores.shape[-1], scores, dscores)
             return
         self.weigh(scores, top, total)
         cupy.subtract(dscores, base, out=dscores)

@@ -77,17 +77,20 @@ def test_a_softcap_on_hopper(dim):
 
 
 @pytest.mark.parametrize("axes", ["pair", "key"])
-def test_gradient_of_a_bias(axes):
+@pytest.mark.parametrize(("dim", "target"), [(64, "sm_80"), (192, "sm_90a")])
+def test_gradient_of_a_bias(dim, target, axes):
     score = ScoreMod(bias_axes=axes, bias_dtype="float32")
-    wanted = backward.Wanted("float16", 64, mapped=False, dropout=True, dbias=True, score=score)
+    rows = kernels("float16", dim, target=target, dbias=True, score=score)
     shapes = zip((2, 1, 1, 2), (40, 150, 150, 40), strict=True)
-    q, k, v, dout = (draw(1, *x, 64, dtype=DTYPES["float16"], seed=i) for i, x in enumerate(shapes))
+    q, k, v, dout = (
+        draw(1, *x, dim, dtype=DTYPES["float16"], seed=i) for i, x in enumerate(shapes)
+    )
     bias = draw(2, 40 if axes == "pair" else 1, 150, dtype=np.dtype(np.float32))
     of_call = {"dropout": DROPOUT.p, "seed": DROPOUT.seed}
     out, lse = reference.attention(q, k, v, bias, **of_call)
     dlse = draw(1, 2, 40, dtype=np.dtype(np.float32))
     given = (dout, q, k, v, out.astype(np.float16), lse, dlse)
-    found = attention_backward(select(wanted, "sm_80"), *given, bias=bias, dropout=DROPOUT)
+    found = attention_backward(rows, *given, bias=bias, dropout=DROPOUT)
     want = reference.attention_backward(dout, q, k, v, bias, dlse=dlse, **of_call)
     errors = [
         reference.relative_error(x.astype(float), y) for x, y in zip(found, want, strict=True)
@@ -116,11 +119,15 @@ def test_packed_sequences(dtype, dim, masked, target):
     check(rows, dtype, dim, bad=True, **given)
 
 
+#: Dims at which the kernels of wide heads run.
+DIM_OF = {"bwd_dkdv_sm90": 192, "bwd_dq_sm90": 192}
 PLANTED_PACKED = {
     "a sequence": ("bwd_dkdv_sm80", ("entry.b += place.sequence;\n  return", "return")),
     "a query": ("bwd_dkdv_sm80", ("first_query + j / 2 * 8 + j % 2,", "first_query + j / 2 * 8,")),
-    "another query": ("bwd_sm90",
-                      ("64 * c.group, query, place);", "64 * c.group, query + 1, place);")),
+    "another query": ("bwd_sm90", ("query + 2 * pair + i, key);", "query + 2 * pair, key);")),
+    "keys of a wide head": ("bwd_dkdv_sm90", ("first_key + place / 32 * 2;", "first_key;")),
+    "rows of a wide head": ("bwd_dq_sm90", ("first_row(c) + 8 * h, first_key_of(number)",
+                                            "first_row(c), first_key_of(number)")),
     "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
 }  # fmt: skip
 
@@ -129,11 +136,11 @@ PLANTED_PACKED = {
 def test_a_planted_bug_of_packed_sequences_is_found(tmp_path, name):
     stem, change = PLANTED_PACKED[name]
     source = plant(tmp_path, f"attention/{stem}", change)
-    target = "sm_90a" if stem == "bwd_sm90" else "sm_80"
-    rows = kernels("float16", 64, target=target, packed=True)
+    dim, target = DIM_OF.get(stem, 64), "sm_90a" if stem.endswith("_sm90") else "sm_80"
+    rows = kernels("float16", dim, target=target, packed=True)
     given = {"q_offsets": OFFSETS[0], "k_offsets": OFFSETS[1]}
     with pytest.raises(AssertionError):
-        check(rows, "float16", 64, bad=stem == "bwd_nonfinite", **given,
+        check(rows, "float16", dim, bad=stem == "bwd_nonfinite", **given,
               sources={f"attention_{stem}": source})  # fmt: skip
 
 
@@ -145,12 +152,9 @@ PLANTED = {
                                  "work.entry * params.group);\n  make_kept")),
     "dP of queries": ("bwd_dq_sm80", ("constexpr (kDropout) drop_gradients",
                                       "(false) drop_gradients")),
-    "another pair of queries": ("bwd_sm90",
-                                ("64 * c.group, query, place);",
-                                 "64 * c.group, query + 2, place);")),
-    "another key": ("bwd_sm90",
-                    ("warp_row(), lane_in_warp());\n#else",
-                     "warp_row(), lane_in_warp() % 4);\n#else")),
+    "another pair of queries": ("bwd_sm90", ("query + 2 * pair,", "query + pair,")),
+    "another key": ("bwd_sm90", ("warp_row / 4 + lane / 4 % 2;", "warp_row / 4;")),
+    "another head": ("bwd_dkdv_sm90", ("work.entry + step.head);\n#endif", "work.entry);\n#endif")),
     "a scale of dK": ("bwd_sm90", ("scale * kept_factor(c.params.common);", "scale;")),
     "a weight of dV": ("bwd_sm90", ("p[j][e] = of_kept;", "p[j][e] = weight;")),
     "a weight of wide dV": ("bwd_dkdv_sm90",
@@ -171,7 +175,7 @@ PLANTED = {
 def test_a_planted_bug_is_found(tmp_path, name):
     stem, change = PLANTED[name]
     source = plant(tmp_path, f"attention/{stem}", change)
-    dim = 192 if stem in ("bwd_dkdv_sm90", "bwd_dq_sm90") else 64
+    dim = DIM_OF.get(stem, 64)
     rows = kernels("float16", dim, target="sm_90a" if stem.endswith("_sm90") else "sm_80")
     with pytest.raises((AssertionError, emulator.EmulationError)):
         check(rows, "float16", dim, bad=stem == "bwd_nonfinite",
