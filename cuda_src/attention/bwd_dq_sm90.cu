@@ -304,8 +304,8 @@ FA_DEVICE void mask_scores(Scores& x, const Consumer& c, const int& tile,
 }
 
 // ----------------------------------------------------------------------------------------- dropout
-// The decisions on a tile of keys: of this thread's first row in bits 0 to 15, of the one 8 after it
-// in the others, that on key 8 j + e in bit 2 j + e.
+// The decisions on a tile of keys: of this thread's first row in bits 0 to 15, of the one 8 after
+// it in the others, that on key 8 j + e in bit 2 j + e.
 FA_DEVICE uint32 kept_bits_of(const Consumer& c, int k_stage, const int& tile) {
 #if FA_DROPOUT
   static_assert(kTileN == kDropoutGroup, "a tile is a group of keys");
