@@ -22,6 +22,7 @@ SPARSE = readme.SPARSE_FAMILIES
 DECODE = "attention_decode"
 PACKED = ("attention_packed_fwd", "attention_packed_bwd")
 FLOATS = ("attention_float_fwd", "attention_float_bwd")
+DROPOUT = ("attention_dropout_fwd", "attention_dropout_bwd")
 CPU_SMALL = "cpu_small"
 GRAPHS = ("graphs_cpu", "graphs_gpu", "graphs_bwd_gpu", "mask_made_cpu")
 
@@ -112,7 +113,8 @@ chosen_cpu = functools.partial(chosen, "cpu")
 
 def benchmarks():
     """Every device's pictures and tables, but those with a place of their own."""
-    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, *PACKED, *FLOATS, CPU_SMALL, DECODE)
+    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, *PACKED, *FLOATS, *DROPOUT)
+    elsewhere += (CPU_SMALL, DECODE)
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 
@@ -159,6 +161,15 @@ def floats():
     return found or (
         "No speed of it has been measured yet. ``python -m validation bench --families "
         f"{','.join(FLOATS)}`` measures it, on a GPU.\n"
+    )
+
+
+def dropout():
+    """Pictures and tables of attention with dropout."""
+    found = speeds(lambda f: f in DROPOUT, "-dropout")
+    return found or (
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        f"{','.join(DROPOUT)}`` measures it, on a GPU.\n"
     )
 
 

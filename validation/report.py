@@ -125,6 +125,7 @@ COLORS = {
     "torch_chunk": "#8a8a8a",
     "fa_cupy_array": "#e07b39",
     "fa_cupy_dense": "#e07b39",
+    "fa_cupy_plain": "#f2b880",
     "fa_cupy_band": "#f2b880",
     "flex": "#2e8b57",
     "flex_sigmoid": "#8fc7a5",

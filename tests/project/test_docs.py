@@ -375,6 +375,7 @@ def test_tables_without_measurements_say_so(measured, monkeypatch):
     assert "No speed of it has been measured" in measured.decode()
     assert "No speed of it has been measured" in measured.packed()
     assert "No speed of it has been measured" in measured.floats()
+    assert "No speed of it has been measured" in measured.dropout()
     assert "No traffic has been measured" in measured.traffic()
     assert "not measured" in measured.planned_cpu()
     rows = [
