@@ -52,15 +52,16 @@ def cases(draw: Any, size: int) -> Case:
     side = st.none() | st.integers(0, 30)
     window = draw(st.none() | st.tuples(side, side))
     is_causal = draw(st.booleans())
-    # With one query a rank, its row would be taken for one that all ranks share.
-    q_len = draw(st.integers(0, 60).filter(lambda n: n != size))
+    q_len = draw(st.integers(0, 60))
     banded = is_causal or window not in (None, (None, None))
+    # Where no rank has more than one query, a row is that of a rank.
+    of_ranks = 0 < q_len <= size
     bias, mask, sinks = (
-        draw(st.sampled_from(kinds))
-        for kinds in (
-            ["", "", "rows", "keys", "heads"],
-            ["", "", "rows", "keys", "bits"],
-            ["", "heads", "rows"],
+        draw(st.sampled_from([*always, *([] if of_ranks else for_all)]))
+        for always, for_all in (
+            (["", "rows"], ["", "keys", "heads"]),
+            (["", "rows", "bits"], ["", "keys"]),
+            (["", "rows"], ["heads"]),
         )
     )
     heads = draw(st.sampled_from([(1, 1), (4, 2), (size, size), (2 * size, size)]))
