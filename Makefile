@@ -65,18 +65,17 @@ test-gpu: gpu-tests gpu-sanitize gpu-receipt
 
 # Only the plugins that are named: an environment that has everything may have some that interfere.
 SPREAD = -p xdist.plugin -p tests.support.devices_plugin -n $(GPU_JOBS) --dist load --maxschedchunk 1
+GPU_PYTEST = FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 FA_CUPY_SPREAD=1 \
+  OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -m gpu -p _hypothesis_pytestplugin \
+  -p tests.support.receipt_plugin --durations 25
 gpu-tests: $(GPU_READY)
 	rm -rf $(GPU_RUN) && mkdir -p $(GPU_RUN)
-	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 FA_CUPY_SPREAD=1 \
-	  OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -m gpu $(if $(filter-out 1,$(GPU_JOBS)),$(SPREAD)) \
-	  -p _hypothesis_pytestplugin -p tests.support.receipt_plugin --receipt $(GPU_RUN)/tests.json --durations 25
+	-$(GPU_PYTEST) $(if $(filter-out 1,$(GPU_JOBS)),$(SPREAD)) --receipt $(GPU_RUN)/tests.json
 
 ## GPU tests that have failed, again, where the machine was to blame; then gpu-sanitize, gpu-receipt
 gpu-tests-again: $(GPU_READY)
 	$(PY) -m validation.receipt failed $(GPU_RUN) > $(GPU_RUN)/failed.txt
-	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OPENBLAS_NUM_THREADS=1 \
-	  $(PY) -m pytest -m gpu -p _hypothesis_pytestplugin -p tests.support.receipt_plugin \
-	  --receipt $(GPU_RUN)/again.json @$(GPU_RUN)/failed.txt
+	-$(GPU_PYTEST) --receipt $(GPU_RUN)/again.json @$(GPU_RUN)/failed.txt
 
 gpu-sanitize: $(GPU_READY)
 	-$(PY) -m validation sanitize --json $(GPU_RUN)/sanitizer.json

@@ -113,8 +113,9 @@ chosen_cpu = functools.partial(chosen, "cpu")
 
 def benchmarks():
     """Every device's pictures and tables, but those with a place of their own."""
-    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, *PACKED, *FLOATS, *DROPOUT)
-    elsewhere += (CPU_SMALL, DECODE)
+    elsewhere = {
+        *NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, *PACKED, *FLOATS, *DROPOUT, CPU_SMALL, DECODE,
+    }  # fmt: skip
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 

@@ -1,6 +1,6 @@
 """When copies between GPUs run, and when kernels do: how much of the copies is hidden.
 
-torch's profiler records what all GPUs of a process execute, whoever launched it.
+PyTorch's profiler records the kernels and copies of a process on all GPUs, those of CuPy included.
 """
 
 from __future__ import annotations

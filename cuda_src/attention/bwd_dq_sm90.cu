@@ -304,27 +304,14 @@ FA_DEVICE void mask_scores(Scores& x, const Consumer& c, const int& tile,
 }
 
 // ----------------------------------------------------------------------------------------- dropout
-// The decisions on a tile of keys: of this thread's first row in bits 0 to 15, of the one 8 after
-// it in the others, that on key 8 j + e in bit 2 j + e.
-FA_DEVICE uint32 kept_bits_of(const Consumer& c, int k_stage, const int& tile) {
+// The decisions on a tile of keys and this thread's two rows.
+using Kept = uint32[1][2];
+
+FA_DEVICE void make_kept(Kept& kept, const Consumer& c, int k_stage, const int& tile) {
 #if FA_DROPOUT
-  static_assert(kTileN == kDropoutGroup, "a tile is a group of keys");
   const int number = kSparse ? c.shared.tile_info[k_stage].tile : tile;
-#if FA_PACKED
-  uint32 bits = 0;
-#pragma unroll 1
-  for (int h = 1; h >= 0; --h) {
-    const uint32 half = kept_bits_from<kTileN>(c.params.common.dropout, c.work.dropout,
-                                               first_row(c) + 8 * h, first_key_of(number));
-    bits = bits << 16 | (half & 0xFFFFu);
-  }
-  return bits;
-#else
-  return kept_bits<1, 8>(c.params.common.dropout, c.work.dropout, first_row(c), number,
-                         lane_in_warp() % 4);
-#endif
-#else
-  return ~0u;
+  make_kept_bits<kTileN>(c.params.common.dropout, c.work.dropout, first_row(c), number * kTileN,
+                         kept);
 #endif
 }
 
@@ -404,19 +391,9 @@ FA_DEVICE void compute_p(Scores& s, const Consumer& c, const Operands& operands,
 
 // dP becomes dS = P (dP - delta).  With dropout, dP of pairs that are kept is multiplied by the
 // factor, and that of others is 0.
-FA_DEVICE void compute_ds(Scores& dp, const Scores& p, const Consumer& c, uint32 kept) {
+FA_DEVICE void compute_ds(Scores& dp, const Scores& p, const Consumer& c, const Kept& kept) {
   const float delta[2] = {lse_delta(c, 0, 2), lse_delta(c, 1, 2)};
-  if constexpr (kDropout) {
-    const float factor = kept_factor(c.params.common);
-#pragma unroll
-    for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool is_kept = (kept >> (16 * (e / 2) + 2 * j + e % 2) & 1) != 0;
-        dp[0][j][e] = is_kept ? dp[0][j][e] * factor : 0.0f;
-      }
-    }
-  }
+  if constexpr (kDropout) scale_kept(dp, kept, kept_factor(c.params.common));
 #pragma unroll
   for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
@@ -493,7 +470,8 @@ FA_DEVICE void bwd_step(Scores& s, Scores& dp, QuerySums& dq, Rounded& ds,
   prefetch_mask_words(visible_bits, c, k_stage);
   Operands operands;
   prefetch_operands(operands, c, k_stage, tile);
-  const uint32 kept = kept_bits_of(c, k_stage, tile);
+  Kept kept;
+  make_kept(kept, c, k_stage, tile);
   wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>();
   apply_band(visible_bits, c, k_stage);
   compute_p(s, c, operands, k_stage, tile, visible_bits);

@@ -64,6 +64,7 @@ class ThreadCommunicator(Communicator):
     def __init__(self, hub: _Hub, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._hub = hub
+        self._others = [other for other in range(size) if other != rank]
         self._failed = ""
         self._has_turn = False
         # Of each rank: records of this one that were not yet compared with what comes from there.
@@ -74,10 +75,9 @@ class ThreadCommunicator(Communicator):
     def gather(self, record: bytes, place: str) -> list[bytes]:
         """Return the records of all ranks."""
         self._usable(place)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        for other in others:
+        for other in self._others:
             self._hub.sent[self.rank][other].put(record)
-        found = {other: self.take(self._hub.sent, other, place) for other in others}
+        found = {other: self.take(self._hub.sent, other, place) for other in self._others}
         self.others_go_on = any(isinstance(x, _Announced) for x in found.values())
         found = {other: self._record(x, other, place) for other, x in found.items()}
         return [found.get(rank, record) for rank in range(self.size)]
@@ -85,18 +85,17 @@ class ThreadCommunicator(Communicator):
     def announce(self, record: bytes, place: str) -> None:
         """Tell all ranks of a call; `take` compares it with theirs."""
         self._usable(place)
-        for other in range(self.size):
-            if other != self.rank:
-                self._hub.sent[self.rank][other].put(_Announced(record))
-                self._owed[other].append((record, place))
-                self._compare_owed(other, waits=False)
+        for other in self._others:
+            self._hub.sent[self.rank][other].put(_Announced(record))
+            self._owed[other].append((record, place))
+            self._compare_owed(other, waits=False)
 
     def finish(self) -> None:
         """Wait until the calls of all ranks were compared, and others have read all they need."""
         if self._failed:  # and the function has dealt with it
             self._hub.kept.extend(self.unread)
             return
-        for source in range(self.size):
+        for source in self._others:
             self._compare_owed(source)
         if self.unread:
             backends.gpu("distributed.peers").release(self)

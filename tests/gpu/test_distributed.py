@@ -161,7 +161,7 @@ def test_causal_products(ranks, dtype, reverse):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_many_products_that_nobody_waits_for(ranks, late):
+def test_many_products_without_waiting(ranks, late):
     """One rank gets ahead, and what it has sent is kept until the other has it."""
     whole = [
         [normal(2, 700, 64, dtype="float16", seed=4 * i + j) * np.float16(0.125) for j in range(4)]

@@ -141,9 +141,11 @@ def weigh(shift, n, scores):
     np.exp(scores - _by_rows(shift, scores), out=scores)
 
 
-def weigh_pairs(shift, base, n, scores, dscores):
+def weigh_pairs(shift, total, divides, base, n, scores, dscores):
     assert n == scores.shape[-1]
-    np.exp(scores - _by_rows(shift, scores), out=scores)
+    weigh(shift, n, scores)
+    if divides:
+        scores /= _by_rows(total, scores)
     dscores -= _by_rows(base, scores)
     dscores *= scores
 

@@ -180,12 +180,9 @@ class _Steps(attention._Steps):
     def weigh_pairs(
         self, scores: Any, top: Any, total: Any | None, dscores: Any, base: Any
     ) -> None:
-        if total is None:
-            elementwise.weigh_pairs(top, base, scores.shape[-1], scores, dscores)
-            return
-        self.weigh(scores, top, total)
-        cupy.subtract(dscores, base, out=dscores)
-        cupy.multiply(dscores, scores, out=dscores)
+        divides = total is not None
+        sums = total if divides else top  # an array that is not read
+        elementwise.weigh_pairs(top, sums, divides, base, scores.shape[-1], scores, dscores)
 
     def scale(self, x: Any, factor: float) -> None:
         elementwise.scale(factor, x)

@@ -66,11 +66,12 @@ weigh = cupy.ElementwiseKernel(
 
 # Of gradients, weights and the gradients of their scores, in one pass over both tiles.
 weigh_pairs = cupy.ElementwiseKernel(
-    "raw T shift, raw T base, uint32 n",
+    "raw T shift, raw T total, bool divides, raw T base, uint32 n",
     "T score, T dscore",
     """
     const unsigned int row = (unsigned int)i / n;
     score = exp(score - shift[row]);
+    if (divides) score /= total[row];
     dscore = score * (dscore - base[row]);
     """,
     "fa_cupy_weigh_pairs",

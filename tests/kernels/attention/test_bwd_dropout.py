@@ -126,8 +126,7 @@ PLANTED_PACKED = {
     "a query": ("bwd_dkdv_sm80", ("first_query + j / 2 * 8 + j % 2,", "first_query + j / 2 * 8,")),
     "another query": ("bwd_sm90", ("query + 2 * pair + i, key);", "query + 2 * pair, key);")),
     "keys of a wide head": ("bwd_dkdv_sm90", ("first_key + place / 32 * 2;", "first_key;")),
-    "rows of a wide head": ("bwd_dq_sm90", ("first_row(c) + 8 * h, first_key_of(number)",
-                                            "first_row(c), first_key_of(number)")),
+    "rows of a wide head": ("bwd_dq_sm90", ("first_row + 8 * row, first", "first_row, first")),
     "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
 }  # fmt: skip
 
@@ -165,8 +164,8 @@ PLANTED = {
     "a factor of wide dV": ("bwd_dkdv_sm90",
                             ("kDv ? kept_factor(c.params.common) :", "kDv ? 1.0f :")),
     "dP of wide dQ": ("bwd_dq_sm90",
-                      ("is_kept ? dp[0][j][e] * factor : 0.0f;", "dp[0][j][e] * factor;")),
-    "another row of wide dQ": ("bwd_dq_sm90", ("kept_bits<1, 8>(", "kept_bits<1, 16>(")),
+                      ("scale_kept(dp, kept, kept_factor(c.params.common));", "{}")),
+    "another row of wide dQ": ("bwd_dq_sm90", ("16 * i + 8 * h,", "16 * i,")),
     "a pair again": ("bwd_nonfinite", ("is_visible = is_visible && kept;", "")),
 }  # fmt: skip
 
