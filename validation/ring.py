@@ -37,7 +37,7 @@ _KNOWN = {"fwd": 7.4e14, "bwd": 5.6e14}
 _TOKENS = (65_536, 262_144)
 _PRODUCTS = (65_536, 262_144, 1_000_000)
 _WAYS = ("ring", "heads")
-_LONG = 400_000  # tokens of attention that is computed once, by kernels of shorter ones
+_LONG = 400_000  # tokens from which on one call is timed, after one that is not
 
 
 class Case(NamedTuple):
@@ -151,7 +151,8 @@ class Timed(NamedTuple):
 def timed(run: Callable[[], Any], meet: Callable[[], Any], rounds: int) -> Timed:
     """Time calls; `meet` lets all ranks begin together, and returns the longest of their times.
 
-    A sample has so many `rounds`; with none, the first call is timed.
+    The first call is not counted. Each of three samples has so many `rounds`; with none, one call
+    more is timed.
     """
     import cupy
 
@@ -165,10 +166,8 @@ def timed(run: Callable[[], Any], meet: Callable[[], Any], rounds: int) -> Timed
         stream.synchronize()
         return meet((time.perf_counter() - begin) / calls), result
 
-    seconds, first = sample(1)
-    if not rounds:
-        return Timed(seconds, first, first)
-    samples = [sample(rounds) for _ in range(3)]
+    first = sample(1)[1]
+    samples = [sample(rounds) for _ in range(3)] if rounds else [sample(1)]
     return Timed(statistics.median(x for x, _ in samples), first, samples[-1][1])
 
 
@@ -219,7 +218,7 @@ def measure(ranks: Any, case: Case, way: str | None, rounds: int, wanted: Any) -
         mine = parts_of(whole, case, comm, ranks.devices[0])
         run = call_of(case, comm, way)
         found = timed(lambda: run(*mine), lambda x: longest(comm, x), rounds)
-        pairs = zip(found.first, found.last if rounds else run(), strict=True)
+        pairs = zip(found.first, found.last, strict=True)
         same = all(bool((x.view("u2") == y.view("u2")).all()) for x, y in pairs)
         return found.seconds, same, [dense(x.view("u2")) for x in found.first]
 
