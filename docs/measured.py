@@ -174,6 +174,58 @@ def dropout():
     )
 
 
+def ring():
+    """Several GPUs of one host, compared with one: attention by both ways, and causal products."""
+    parts = []
+    for path in sorted(RESULTS.glob("ring-*.json"), reverse=True):
+        header, rows = store.load(path)
+        of_one = {row["case"]: row for row in rows if row["impl"] == "1 GPU"}
+        found = {(row["case"], row["impl"]): row for row in rows}
+        sizes = sorted({int(impl.split()[0]) for _, impl in found} - {1})
+        for size in sizes:
+            both = [f"{size} GPUs {way}" for way in ("ring", "heads")]
+            attention = [
+                (ring_case(case), milliseconds(one), *(ring_cell(found[case, x]) for x in both))
+                for case, one in of_one.items()
+                if all((case, x) in found for x in both)
+            ]
+            products = [
+                (ring_case(case), milliseconds(one), ring_cell(found[case, f"{size} GPUs scan"]))
+                for case, one in of_one.items()
+                if (case, f"{size} GPUs scan") in found
+            ]
+            dates = [row["date"] for row in rows if row["impl"].startswith(f"{size} GPUs")]
+            versions = ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
+            parts.append(f".. rubric:: {size} x {header['device']}\n")
+            parts.append(f"{when(dates, header['date'], versions)}\n")
+            if attention:
+                head = ("Attention", "One GPU", "Ring (model)", "Heads (model)")
+                parts.append(table(head, attention, "34 18 24 24"))
+            if products:
+                head = ("Causal products", "One GPU", f"{size} GPUs")
+                parts.append(table(head, products, "34 33 33"))
+    return "\n".join(parts) or "No speed of it has been measured yet.\n"
+
+
+def ring_case(name):
+    """The words for a case of `validation.ring`, such as bf16 65536x1 h16 d128 causal fwd."""
+    _, tokens, _, _, kind, step = name.split()
+    words = {"fwd": "forward", "bwd": "gradients"}[step]
+    shown = f"{int(tokens.removesuffix('x1')):,}"
+    return f"{shown}, {words}" if kind == "product" else f"{shown}, {kind}, {words}"
+
+
+def milliseconds(row):
+    """The time of a row, with three digits."""
+    return f"{row['ms']:,.0f} ms" if row["ms"] >= 100 else f"{row['ms']:.3g} ms"
+
+
+def ring_cell(row):
+    """A time, how many times as fast as one GPU, and the time by the model if there is one."""
+    model = f" ({milliseconds({'ms': row['model_ms']})[:-3]})" if "model_ms" in row else ""
+    return f"{milliseconds(row)}, {row['speedup']:.2f} x{model}"
+
+
 def split_products():
     """What products of float16 lose, and what they cost: errors are computed, speeds measured."""
     head, *rows = split_accuracy.rows()

@@ -33,9 +33,9 @@ def intervals(events: Iterable[dict[str, Any]]) -> list[Interval]:
         kind = event.get("cat")
         is_copy = kind == "gpu_memcpy" and "PtoP" in event["name"]
         if is_copy or kind == "kernel":
-            begin, device = float(event["ts"]), int(event["args"]["device"])
+            begin, device = float(event["ts"]), event["args"]["inDevice" if is_copy else "device"]
             end = begin + float(event["dur"])
-            found.append(Interval(device, is_copy, event["name"], begin, end))
+            found.append(Interval(int(device), is_copy, event["name"], begin, end))
     start = min((x.begin for x in found), default=0.0)
     moved = [x._replace(begin=x.begin - start, end=x.end - start) for x in found]
     return sorted(moved, key=lambda x: x.begin)

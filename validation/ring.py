@@ -49,18 +49,21 @@ class Case(NamedTuple):
         "attention" or "product".
     tokens : int
     gradients, is_causal : bool
+    heads : int
     """
 
     what: str
     tokens: int
     gradients: bool
     is_causal: bool = True
+    heads: int = HEADS
 
     @property
     def label(self) -> str:
         """What rows call it."""
         kind = ("causal" if self.is_causal else "full") if self.what == "attention" else "product"
-        return f"bf16 {self.tokens}x1 h{HEADS} d{DIM} {kind} {'bwd' if self.gradients else 'fwd'}"
+        name = "bwd" if self.gradients else "fwd"
+        return f"bf16 {self.tokens}x1 h{self.heads} d{DIM} {kind} {name}"
 
     @property
     def order(self) -> str:
@@ -71,13 +74,26 @@ class Case(NamedTuple):
         """Return it as the model takes it."""
         parts = tuple(orders.segments(self.tokens, size, self.order))
         band = (None, 0 if self.is_causal else None)
-        return plans.Work(parts, parts, band, HEADS, HEADS, (DIM, DIM), 2, self.gradients)
+        return plans.Work(parts, parts, band, self.heads, self.heads, (DIM, DIM), 2, self.gradients)
 
     @property
     def flops(self) -> float:
         """Operations of attention."""
         pairs = self.tokens * (self.tokens + 1) / 2 if self.is_causal else self.tokens**2
         return self.work(1).flops_of_pair * pairs
+
+    @property
+    def rounds(self) -> int:
+        """How many calls a sample has, or 0 for one sample of one call."""
+        if self.what == "product":
+            return 20
+        return 0 if self.tokens >= _LONG else 1 if self.tokens >= _LONG // 2 else 3
+
+    def of_rank(self, size: int, way: str) -> Case:
+        """Return one as large as the calls of one of some ranks."""
+        if way == "ring":
+            return self._replace(tokens=self.tokens // size)
+        return self._replace(heads=self.heads // size)
 
 
 def cases(tokens: Sequence[int], products: Sequence[int]) -> Iterator[Case]:
@@ -99,7 +115,7 @@ def inputs(case: Case) -> list[Any]:
     import cupy
 
     generator = cupy.random.default_rng(1)
-    shape = (1, HEADS, case.tokens, DIM)
+    shape = (1, case.heads, case.tokens, DIM)
     scale = 1.0 if case.what == "attention" else DIM**-0.5
     return [
         (generator.standard_normal(shape, cupy.float32) * scale).astype(ml_dtypes.bfloat16)
@@ -206,7 +222,16 @@ class Measured(NamedTuple):
     error: float
 
 
-def measure(ranks: Any, case: Case, way: str | None, rounds: int, wanted: Any) -> Measured:
+def of_one_gpu(case: Case, rounds: int) -> Timed:
+    """Compute a case on device 0 alone."""
+    import cupy
+
+    with cupy.cuda.Device(0):
+        run, arrays = call_of(case), inputs(case)
+        return timed(lambda: run(*arrays), lambda seconds: seconds, rounds)
+
+
+def measure(ranks: Any, case: Case, way: str | None, wanted: Any) -> Measured:
     """Compute a case on all ranks; `wanted` are the results of one GPU, on device 0."""
     import cupy
 
@@ -217,7 +242,7 @@ def measure(ranks: Any, case: Case, way: str | None, rounds: int, wanted: Any) -
     def part(comm: Any) -> Any:
         mine = parts_of(whole, case, comm, ranks.devices[0])
         run = call_of(case, comm, way)
-        found = timed(lambda: run(*mine), lambda x: longest(comm, x), rounds)
+        found = timed(lambda: run(*mine), lambda x: longest(comm, x), case.rounds)
         pairs = zip(found.first, found.last, strict=True)
         same = all(bool((x.view("u2") == y.view("u2")).all()) for x, y in pairs)
         return found.seconds, same, [dense(x.view("u2")) for x in found.first]
@@ -329,22 +354,20 @@ def rows(some: Sequence[Case], size: int, ways: Sequence[str]) -> Iterator[store
         link = link_speed(ranks, 2**27)
         print(f"copies between {size} GPUs: {link / 1e9:.0f} GB/s each way", flush=True)
         for case in some:
-            rounds = 20
-            if case.what == "attention":
-                rounds = 0 if case.tokens >= _LONG else 1 if case.tokens >= _LONG // 2 else 3
-            with cupy.cuda.Device(0):
-                run, arrays = call_of(case), inputs(case)
-                one = timed(lambda r=run, a=arrays: r(*a), lambda x: x, rounds)
-                del arrays
+            one = of_one_gpu(case, case.rounds)
             yield row(case, "1 GPU", one.seconds)
             for way in ways if case.what == "attention" else (None,):
-                found = measure(ranks, case, way, rounds, one.first)
+                found = measure(ranks, case, way, one.first)
                 extra = {
                     "speedup": one.seconds / found.seconds, "same_bits": found.same,
                     "error": found.error,
                 }  # fmt: skip
                 if way is not None:
-                    machine = plans.GPU._replace(flops=case.flops / one.seconds, link=link)
+                    part = case.of_rank(size, way)
+                    # As long as the work of a rank: power limits what runs for a while.
+                    seconds = of_one_gpu(part, size * max(case.rounds, 1)).seconds
+                    yield row(part, "1 GPU", seconds)
+                    machine = plans.GPU._replace(flops=part.flops / seconds, link=link)
                     extra["model_ms"] = 1e3 * predicted(case, size, way, machine)
                 yield row(case, f"{size} GPUs {way or 'scan'}", found.seconds, **extra)
             del one

@@ -146,7 +146,8 @@ def test_cases_of_validation_are_different():
 
 
 def event(name, device, begin, duration, kind="kernel"):
-    return {"cat": kind, "name": name, "ts": begin, "dur": duration, "args": {"device": device}}
+    where = "device" if kind == "kernel" else "inDevice"
+    return {"cat": kind, "name": name, "ts": begin, "dur": duration, "args": {where: device}}
 
 
 def test_copies_are_hidden_where_kernels_run_meanwhile():
