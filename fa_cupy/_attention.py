@@ -73,12 +73,14 @@ def attention(
         pairs, zeros included. Without `mask` a query attends to the keys of its stored elements,
         and to no others. With `mask`, pairs without a stored element have a bias of 0. On the CPU,
         several elements of one pair are summed. All batch entries and heads share the matrix.
+        A sparse one cannot be combined with `k_lengths`, `page_table` or offsets.
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
         device and keeps them; every call packs an array again. A sparse matrix of SciPy or CuPy,
         not 0 where a query may attend to a key, is packed by every call by `BitMask.from_csr`. With
-        offsets it may also be a list of a `BitMask` for each sequence, of its lengths.
+        offsets it may also be a list of a `BitMask` for each sequence, of its lengths. With
+        `k_lengths` or `page_table` it is an array of bool.
     scale : float, optional
         Any finite factor; ``D ** -0.5`` by default.
     is_causal : bool
@@ -511,7 +513,8 @@ def attention_backward(
     - CPU, and products of cuBLAS: `lse` is large from 1,024 on, and rounding is 2**-20 of it
       (2**-48 in float64).
     - Kernels of float64: 1,024, and 2**-48.
-    - Kernels of float32: 32, and 2**-19.
+    - Kernels of float32: 32, and 2**-21 of it or, if that is larger, 2**-22 (2**-21 above 128
+      dims) of the largest score that numbers as large as those of `q` and `k` could have.
     - Kernels of 16 bits: 5,678, and 2**-18.
 
     A query without visible keys has gradient 0 and contributes to no other gradient but that of its

@@ -259,8 +259,9 @@ def non_local_means(
     Notes
     -----
     Parameters mean what they do in scikit-image's ``denoise_nl_means(..., fast_mode=False)``: the
-    weights of a patch's pixels fall off from its centre as a Gaussian of width ``(patch_size - 1) /
-    4``, and the image is reflected at its edges. Small weights, which scikit-image neglects, count.
+    weights of a patch's pixels fall off from its centre as a Gaussian whose standard deviation is
+    ``(patch_size - 1) / 4`` pixels, and the image is reflected at its edges. Small weights, which
+    scikit-image neglects, count.
 
     Without `patch_distance`, the time is proportional to the square of the number of pixels.
     Patches of images of 16 bits are rounded to 16 bits. Those of float32 are multiplied in float32

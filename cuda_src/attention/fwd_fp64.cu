@@ -1,6 +1,6 @@
 // Attention forward in float64 for SM80 and later: mma.sync, cp.async.
 //
-// One block takes kTileM query rows of one batch entry; a warp takes 16 or 32 of them and, tile by
+// One block takes kTileM query rows of one batch entry; a warp takes 16 of them and, tile by
 // tile of kTileN keys, computes S = Q K^T, turns S into weights P by the online softmax and adds
 // P V.  S, P and O stay in registers as accumulators, and P is the next A operand without a shuffle
 // (mma_fp64.cuh).  Where O is too wide for the registers, kColumnWarps warps share rows: each

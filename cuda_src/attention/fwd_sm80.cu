@@ -3,8 +3,8 @@
 // One block takes kTileM query rows of one batch entry; each warp takes kTileM / kWarps of them
 // and, tile by tile of kTileN keys, computes S = Q K^T, turns S into weights P by the online
 // softmax and adds P V.  S, P and O stay in the registers of the warp that owns the rows: an
-// accumulator of m16n8k16 has the layout of an A operand, so P needs no shuffle (docs: "Reading
-// fwd_sm80").  K and V come through kStages buffers filled by cp.async.
+// accumulator of m16n8k16 has the layout of an A operand, so P needs no shuffle
+// (docs/kernels/forward.rst).  K and V come through kStages buffers filled by cp.async.
 //
 // With a mask the tiles of keys are those that its lists name for the block's rows, full ones
 // first.  What is needed of the lists comes by cp.async too: the number of each key block two tiles

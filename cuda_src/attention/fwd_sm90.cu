@@ -6,7 +6,7 @@
 // rows of its own.
 // For each tile of kTileN keys a consumer starts S = Q K^T of that tile and O += P V of the tile
 // before, and turns S into the next P while the tensor cores compute products that it or
-// another consumer has started (docs: "Reading fwd_sm90").
+// another consumer has started (docs/kernels/forward.rst).
 #include "cuda_src/attention/fwd_sm90.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"

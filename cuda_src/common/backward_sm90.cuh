@@ -162,7 +162,7 @@ FA_DEVICE void for_each_visible_tile(const MaskTable& mask, MaskCursor& cursor,
   }
 }
 
-// What is told of a tile beside it: its number, and what its block is in the table.
+// What is passed along with a tile: its number, and what its block is in the table.
 struct MaskTileInfo {
   int tile, words_index;
 };
@@ -410,8 +410,8 @@ FA_DEVICE void load_dout_tile(const BwdSm90Params& params, Shared& shared, const
 }
 
 // Draws up the order of a block's work; loads K and Q, and what is known of Q's rows.
-// add_warpgroup_ranges adds what the warpgroups of the kernel are told of some work.  `kAll`: loads
-// V and dO, too, which leaves a thread for something else.
+// add_warpgroup_ranges adds the ranges of some work for the warpgroups of the kernel.  `kAll`:
+// loads V and dO, too, which leaves a thread for something else.
 template <typename LoadPolicy, bool kAll, typename Shared, typename AddRanges>
 FA_DEVICE void produce_k_q(const BwdSm90Params& params, Shared& shared,
                            AddRanges add_warpgroup_ranges) {

@@ -23,7 +23,7 @@ rng = np.random.default_rng(0)
 # -------------------
 # The text is a part of Python's manual, which ``help`` shows. A context is the sum of 8 random
 # vectors, one for each character at each place before the next one. The product of two contexts is
-# then about the share of places at which they agree, where near places count more.
+# then about the number of places at which they agree, where near places count more.
 
 manual = (topics["naming"] + topics["import"] + topics["execmodel"]).lower()
 text = " ".join(re.sub("[^a-z.,]+", " ", manual).split())[:10_000]

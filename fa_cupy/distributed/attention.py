@@ -67,7 +67,8 @@ def attention(
         As in `fa_cupy.attention`. Positions are those in the whole sequence. `is_causal` and
         `window` need as many keys as queries on each rank.
     sinks : array, broadcastable to (..., Lq), optional
-        Those of the queries of this rank.
+        Those of the queries of this rank. Where they do not depend on the query, as of shape
+        (heads, 1), all ranks pass the same.
     precision : {None, "tf32"}
         As in `fa_cupy.attention`.
     return_lse : bool
@@ -101,9 +102,8 @@ def attention(
     their log-sum-exps in float32, in the order of the distance between the ranks. A rank receives
     only keys that some of its queries see. With ``plan="heads"``, as in DeepSpeed-Ulysses [2]_, the
     ranks exchange parts of the sequence for heads: each computes a share of the heads over the
-    whole sequence.
-    This needs numbers of heads that the number of ranks divides, and no rows of a bias,
-    a mask or sinks.
+    whole sequence. The numbers of heads must then be multiples of the number of ranks, and bias,
+    mask and sinks the same for all queries.
 
     In both ways results are the same bits at each run. They differ from those of one GPU by
     rounding, as results of `fa_cupy.merge_attention` do.

@@ -383,8 +383,8 @@ def test_a_picture_has_bars_of_every_kind_of_numbers(tmp_path):
     )
     forward, backward = FAMILIES
     assert {place: len(of) for place, of in panels.items()} == {
-        (forward, "fp32"): 6, (forward, "tf32"): 2, (forward, "fp64"): 6,
-        (backward, "fp32"): 6, (backward, "fp64"): 6,
+        (forward, "fp32"): 8, (forward, "tf32"): 2, (forward, "fp64"): 8,
+        (backward, "fp32"): 8, (backward, "fp64"): 8,
     }  # fmt: skip
     assert report._below("fp64 hd64 full 4096x4", "fp64") == "hd64\nfull\n4096x4"
 

@@ -77,9 +77,9 @@ def splits_of(tiles: int, key_tiles: int, slots: int) -> int:
     Notes
     -----
     Blocks run in rounds of `slots`, which end when memory has been read. A last round of few blocks
-    takes longer than its part. An H200 agrees: 128 tiles of queries and 128 of keys, 396 slots, 1,
-    2, 3 and 6 splits take 156, 131, 132 and 135 us; 1,024 and 64 tiles, 1, 2, 5 and 10 splits 496,
-    514, 508 and 524 us; 8 and 512 tiles, 24, 49 and 98 splits 44, 42 and 49 us.
+    takes longer than its part. An H200 agrees, with a variant of 396 slots: 128 tiles of queries
+    and 128 of keys, 1, 2, 3 and 6 splits take 156, 131, 132 and 135 us; 1,024 and 64 tiles, 1, 2, 5
+    and 10 splits 496, 514, 508 and 524 us; 8 and 512 tiles, 24, 49 and 98 splits 44, 42 and 49 us.
     """
 
     def cost(splits: int) -> float:
