@@ -59,7 +59,7 @@ def attention(
     ----------
     q : array, shape (..., Lq, D)
         Queries: an array of NumPy, CuPy or any library that supports DLPack (PyTorch, JAX, ...), of
-        dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. They may have any
+        dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64 in native byte order. Any
         strides.
     k : array, shape (..., Lk, D)
         Keys, of the same library, device and dtype.
@@ -70,17 +70,20 @@ def attention(
     bias : array, broadcastable to (..., Lq, Lk), or sparse matrix, shape (Lq, Lk), optional
         Added to the scores; any of the four dtypes. A sparse matrix or array is one of SciPy, or of
         CuPy where the arrays are on a GPU. Its stored elements are added to the scores of their
-        pairs, zeros included. Without `mask` a query attends to the keys of its stored elements,
-        and to no others. With `mask`, pairs without a stored element have a bias of 0. On the CPU,
-        several elements of one pair are summed. All batch entries and heads share the matrix.
-        A sparse one cannot be combined with `k_lengths`, `page_table` or offsets.
+        pairs; a stored 0 counts as an element. Without `mask` a query attends to the keys of its
+        stored elements, and to no others. With `mask`, pairs without a stored element have a bias
+        of 0. All batch entries and heads share the matrix. Several elements of one pair are summed
+        on the CPU. On a GPU they are an error; there, the format is CSR, CSC or COO, and `mask` is
+        None, a `BitMask` or a sparse matrix. A sparse bias cannot be combined with `k_lengths`,
+        `page_table` or offsets.
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
-        device and keeps them; every call packs an array again. A sparse matrix of SciPy or CuPy,
-        not 0 where a query may attend to a key, is packed by every call by `BitMask.from_csr`. With
-        offsets it may also be a list of a `BitMask` for each sequence, of its lengths. With
-        `k_lengths` or `page_table` it is an array of bool.
+        device and keeps them; an array is packed again in every call. So is a sparse matrix of
+        SciPy or CuPy, whose elements are not 0 where a query may attend to a key
+        (`BitMask.from_csr`). With offsets in the memory of the host it may also be a list with a
+        `BitMask` or a sparse matrix for each sequence, of the lengths of that sequence. With
+        `k_lengths` or `page_table` it has to be an array of bool.
     scale : float, optional
         Any finite factor; ``D ** -0.5`` by default.
     is_causal : bool
@@ -96,11 +99,11 @@ def attention(
     sinks : array, broadcastable to (..., Lq), optional
         Attention sinks [4]_: one more score for each query, which takes part in the softmax and has
         no value, so that the weights of the keys sum to less than 1. It is neither scaled, capped
-        nor masked, and no `score` is evaluated for it; -inf is no sink. Any of the four dtypes; of
-        shape (heads, 1) for one number a head.
+        nor masked, and no `score` is evaluated for it; a sink of -inf has no effect. Any of the
+        four dtypes; of shape (heads, 1) for one number a head.
     precision : {None, "tf32"}
-        "tf32" allows products of float32 arrays on a GPU to have the digits of TensorFloat-32,
-        about 3 decimal ones. Elsewhere it has no effect.
+        "tf32" lets a GPU compute products of float32 arrays in TensorFloat-32, with about 3
+        decimal digits. It has no effect on other arrays.
     return_lse : bool
         Whether to return the log-sum-exp of each row of scores too.
     score : Score, optional
@@ -120,29 +123,31 @@ def attention(
         Lk is ``pages_per_sequence * page_size``. Entries may share pages. Page numbers after the
         last page in use are ignored.
     q_offsets : array of int32 or int64, shape (sequences + 1,), optional
-        Where packed sequences begin: sequence s has the queries ``q_offsets[s]`` to
-        ``q_offsets[s + 1] - 1`` and sees its own keys alone. All batch entries and heads share the
-        offsets. Queries of no sequence see no key. `is_causal`, `window` and the positions of a
-        `score` count within each sequence. `bias`, `mask` and `sinks` are over all queries and
-        keys, and pairs of two sequences are not read.
+        Where packed sequences begin, and where the last one ends: sequence s has the queries
+        ``q_offsets[s]`` to ``q_offsets[s + 1] - 1`` and sees its own keys alone. All batch entries
+        and heads share the offsets. Queries of no sequence see no key. `is_causal`, `window` and
+        the positions of a `score` count within each sequence. `bias`, `mask` and `sinks` are over
+        all queries and keys, and their elements for a query and a key of different sequences are
+        not read. Offsets cannot be combined with `k_lengths` or `page_table`.
     k_offsets : array of int32 or int64, shape (sequences + 1,), optional
         The same for the keys; `q_offsets` by default. With it, `is_causal` and `window` need
         `causal_align`, and "bottom_right" lets the last query of a sequence stand at its last key.
     dropout : float, optional
-        The probability that a weight is dropped: its product with the value of the key is left out,
-        and the others are multiplied by ``1 / (1 - dropout)``. The log-sum-exp is that of all
-        scores. On a GPU not together with a sparse bias.
+        The probability that a weight is dropped, from 0 to 1: its product with the value of the key
+        is left out, and the others are multiplied by ``1 / (1 - dropout)``. The log-sum-exp is that
+        of all scores. On a GPU not together with a sparse bias.
     seed : int or array of one integer, optional
-        Which weights these are, as `dropout_mask` returns them: from 0 to 2**64 - 1. `dropout`
-        needs it. An array is read by each call; one on the GPU, of 64 bits, by each run of a graph
-        that the call was captured in.
+        Determines which weights are dropped (`dropout_mask` returns those that are kept), from 0 to
+        2**64 - 1. `dropout` needs it. An array is read in each call. An array on a GPU is of int64
+        or uint64; a CUDA graph that the call was captured in reads it at each launch.
     out : array, shape (..., Lq, Dv), optional
-        Array for the output: of the kind and dtype of `q`, without overlap with an input.
+        Array for the output: of the library and the dtype of `q`, without overlap with an input.
+        Not for JAX, whose arrays cannot be written to.
 
     Returns
     -------
     out : array, shape (..., Lq, Dv)
-        Of the kind, the dtype and the memory layout of `q`.
+        Of the library, the dtype and the memory layout of `q`.
     lse : array, shape (..., Lq)
         Only with `return_lse`: natural logarithm; float32, or float64 for float64 input. The sinks
         are among the scores that it sums.
@@ -151,15 +156,20 @@ def attention(
     ------
     TypeError, ValueError
         With a message that names the argument, its value and the value that is wanted, before
-        anything is allocated.
+        anything is allocated. A tensor of PyTorch that requires a gradient is a TypeError too:
+        `fa_cupy.torch` has the functions that record gradients.
     NotImplementedError
         During the capture of a CUDA graph, for calls that the page "CUDA graphs" of the docs lists
         as not captured: dims above 256, a `score` together with a softcap or a bias, a sparse
-        `bias`, and lengths, pages and offsets in the memory of the host. The capture can go on
-        then. In a capture mode other than "relaxed" the first call with a `BitMask` raises it too,
-        because it takes memory from the driver, and the capture ends. Outside of a capture, for a
-        sparse `bias` on a GPU in float64 or with dims above 256, for a `score` with `i` or `j` and
-        offsets on a GPU, and for `dropout` with a sparse `bias` on a GPU.
+        `bias`, `dropout` of float64, and lengths, pages and offsets in the memory of the host. The
+        capture can go on then. In a capture mode other than "relaxed" the first call with a
+        `BitMask` raises it too, because it takes memory from the driver, and the capture ends.
+
+        Outside of a capture, for a `score` with `i` or `j` and offsets in the memory of a GPU; and
+        for a sparse `bias` on a GPU with float64, dims above 256, `dropout`, a quotient of scale
+        and softcap that float32 does not hold, or too many pairs for one launch.
+    ImportError
+        For arrays of another library on a GPU, where CuPy is not installed.
 
     See Also
     --------
@@ -215,7 +225,7 @@ def attention(
     >>> attention(x, k, v).strides == x.strides
     True
 
-    A sparse bias holds the weights of edges, and shows the keys that they lead to:
+    A sparse bias holds weights of single pairs. A query sees the keys of its stored elements:
 
     >>> from scipy import sparse
     >>> weights = sparse.coo_array(([0.0, 1.0, 0.5], ([0, 1, 1], [2, 0, 3])), shape=(100, 100))
@@ -283,16 +293,19 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Attention with the names and the meaning of PyTorch's function.
 
+    Names, defaults and meaning of the arguments are those of [1]_.
+
     Parameters
     ----------
     query : array, shape (..., L, E)
     key : array, shape (..., S, E)
     value : array, shape (..., S, Ev)
+        Queries, keys and values, as in `attention`.
     attn_mask : array, broadcastable to (..., L, S), or BitMask, optional
         An array of bool, True where a query attends to a key, or of floats that are added to the
         scores. A sparse matrix must be of bool.
     dropout_p : float
-        The `dropout` of `attention`. It needs a `seed`, as no generator has one.
+        The `dropout` of `attention`. It needs a `seed`, because there is no global generator here.
     is_causal : bool
         Causality aligned to the top left: query i sees the keys up to i, whatever L and S are. It
         cannot be combined with `attn_mask`.
@@ -306,12 +319,13 @@ def scaled_dot_product_attention(
     Returns
     -------
     array, shape (..., L, Ev)
+        Of the library, the dtype and the memory layout of `query`.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `attention`; also for `attn_mask` together with `is_causal`, and for grouped heads
-        without `enable_gqa`.
+        As for `attention`. A ValueError also for `attn_mask` together with `is_causal`, and for
+        fewer heads in `key` or `value` without `enable_gqa`; a single head is no error.
 
     See Also
     --------
@@ -456,13 +470,14 @@ def attention_backward(
     window : (left, right), optional
     softcap : float
     sinks : array, broadcastable to (..., Lq), optional
-        The other arguments of that call.
+        The other arguments of that call; there is no `precision` here.
     dlse : array, shape (..., Lq), optional
         Gradient of the log-sum-exp, with its shape and dtype; zero by default.
     need : sequence of {"q", "k", "v", "bias", "sinks", "score.<name>"}, optional
         The gradients to compute; by default those of `q`, `k`, `v` and, if they are given, `bias`
         and `sinks`. "score.slopes" is that of the array `slopes` of `score`, which must hold floats
-        and have no indices but `b`, `h`, `i` and `j` in the expression.
+        and have no indices but `b`, `h`, `i` and `j` in the expression. Gradients of such arrays
+        are computed only if `need` has them.
     score : Score, optional
         That of the call of `attention`.
     k_lengths : int or array of int32 or int64, optional
@@ -490,9 +505,9 @@ def attention_backward(
     NotImplementedError
         During the capture of a CUDA graph, for calls that the page "CUDA graphs" of the docs lists
         as not captured: what `attention` does not capture, the gradient of an array of a `score`,
-        and some dims. Outside of a capture, for what `attention` raises it for; for a sparse `bias`
-        on a GPU also with `sinks`, for gradients of arrays of a `score`, and for masks of heads
-        that share keys.
+        `dropout` of float32 and float64, and some dims. Outside of a capture, where `attention`
+        raises it; for a sparse `bias` on a GPU, also with `sinks`, with the gradient of an array of
+        a `score`, and with a mask that differs between query heads that share a key head.
 
     See Also
     --------
@@ -518,10 +533,10 @@ def attention_backward(
     - Kernels of 16 bits: 5,678, and 2**-18.
 
     A query without visible keys has gradient 0 and contributes to no other gradient but that of its
-    sink. Queries of a sequence whose offsets are not valid, or of a batch entry whose length is
-    not, do not contribute to that either. The contents of hidden keys and values, NaN included,
-    never reach a gradient, and their own gradients are 0. Where `lse` is merged over parts of the
-    keys, pass `sinks` with the part that they were given with.
+    sink. Queries of a sequence with invalid offsets, or of a batch entry with an invalid length, do
+    not contribute to the gradient of their sink either. The contents of hidden keys and values, NaN
+    included, never reach a gradient, and their own gradients are 0. Where `lse` is merged over
+    parts of the keys, pass `sinks` with the part that they were given with.
 
     References
     ----------
@@ -550,7 +565,7 @@ def attention_backward(
     >>> dbias.shape
     (8, 1, 1)
 
-    That of a sparse bias has its stored elements:
+    The gradient of a sparse bias is a sparse matrix with the same stored elements:
 
     >>> from scipy import sparse
     >>> weights = sparse.random_array((100, 100), density=0.05, rng=0, format="csr")
@@ -558,13 +573,13 @@ def attention_backward(
     >>> (dweights,) = attention_backward(dout, q, k, v, out, lse, weights, need=["bias"])
     >>> weights.data -= 0.1 * dweights.data
 
-    Those of packed sequences take the offsets too:
+    For packed sequences, pass the offsets again:
 
     >>> offsets = np.array([0, 30, 80, 100])
     >>> out, lse = attention(q, k, v, q_offsets=offsets, return_lse=True)
     >>> dq, dk, dv = attention_backward(dout, q, k, v, out, lse, q_offsets=offsets)
 
-    That of a sink for each head, over queries:
+    The gradient of one sink for each head is summed over queries:
 
     >>> sinks = np.zeros((8, 1))
     >>> out, lse = attention(q, k, v, sinks=sinks, return_lse=True)
@@ -667,27 +682,27 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     """Combine attention results over disjoint sets of keys.
 
     Attention over all keys follows from the outputs and log-sum-exps of attention over parts of
-    the keys (on several devices, in pages, in chunks of a stream): the weight of each output is
-    ``exp(lse)``.
+    the keys (on several devices, in pages, in chunks of a stream): it is the mean of the outputs
+    with weights ``exp(lse)``.
 
     Parameters
     ----------
     outs : sequence of arrays of shape (..., Lq, Dv), or one array of them, stacked
         Outputs of `attention` for the same queries.
     lses : sequence of arrays of shape (..., Lq), or one array of them, stacked
-        Their log-sum-exps.
+        Their log-sum-exps, of any float dtype.
 
     Returns
     -------
     out : array, shape (..., Lq, Dv)
-        Of the kind and dtype of the parts.
+        Of the library and the dtype of the parts.
     lse : array, shape (..., Lq)
         float32, or float64 for float64 outputs. Everything is computed in this dtype.
 
     Raises
     ------
     TypeError, ValueError
-        If the parts do not match.
+        If there are no parts, or their shapes or dtypes do not match.
 
     Notes
     -----

@@ -31,15 +31,16 @@ class BitMask(Sources, Algebra):
     ``mask`` to `attention`, which skips empty blocks and computes full ones as without a mask.
 
     Masks never change. ``BitMask(x)`` is the mask of an array of bool or of a sparse matrix of
-    SciPy; `from_segments`, `from_window`, `from_edges`, `from_indices`, `from_blocks` and
+    SciPy or CuPy; `from_segments`, `from_window`, `from_edges`, `from_indices`, `from_blocks` and
     `from_function` make masks without an array of all pairs, `load` reads one.
 
     They behave like arrays of bool. ``a & b``, ``a | b``, ``a ^ b``, ``a == b``, ``a != b`` and
     ``~a`` are masks, computed element by element, with batch axes that broadcast; one operand may
-    be an array of bool that broadcasts to the lengths of the mask, or a sparse matrix. `equals` is
-    True if all bits are the same. ``a[i]`` selects batch entries, by any index of an array of the
-    batch shape, and shares the memory of `a`. ``a[..., 100:500, :300]`` has a part of the queries
-    and keys: slices of step 1. ``np.asarray(a)`` is an array of bool.
+    be a bool, an array of bool that broadcasts to the lengths of the mask, or a sparse matrix.
+    `equals` is True if all bits are the same. ``a[i]`` selects batch entries, by any index of an
+    array of the batch shape, and shares the memory of `a`. ``a[..., 100:500, :300]`` has a part of
+    the queries and keys: slices of step 1. Other indices are an IndexError. ``np.asarray(a)`` is an
+    array of bool.
 
     A mask is on the device of the arrays that it was made from, and can be used on any device: its
     lists are copied there at the first use, and kept. Masks are combined and sliced on the CPU;
@@ -145,9 +146,10 @@ class BitMask(Sources, Algebra):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the mask, and of all entries of the mask that it is a slice of.
+        """Bytes of memory of the mask.
 
-        Without the memory of `T` and of copies on other devices.
+        A mask ``a[i]`` of batch entries shares the memory of `a`, all of which is counted. Not
+        counted are `T` and copies on other devices.
         """
         return self.entries.nbytes + self._store.nbytes
 
@@ -216,7 +218,16 @@ class BitMask(Sources, Algebra):
         Returns
         -------
         ndarray of int8, shape (..., ceil(Lq / 128), ceil(Lk / 128))
-            ``BitMask.EMPTY`` (0), ``BitMask.PARTIAL`` (1) or ``BitMask.FULL`` (2).
+            ``BitMask.EMPTY`` (0), ``BitMask.PARTIAL`` (1) or ``BitMask.FULL`` (2), on the CPU.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> BitMask(np.tri(300, dtype=bool)).block_states()
+        array([[1, 0, 0],
+               [2, 1, 0],
+               [2, 2, 1]], dtype=int8)
         """
         return export.block_states(*self._outline)
 
@@ -244,7 +255,7 @@ class BitMask(Sources, Algebra):
         return device_mask.dense(self._grid, lists, self.entries, self._store.device)
 
     def toarray(self) -> Any:
-        """Return `to_dense`, by the name that sparse matrices of SciPy give it."""
+        """Return the mask as an array of bool: `to_dense` by the name that SciPy gives it."""
         return self.to_dense()
 
     def to_csr(self) -> Any:
@@ -259,6 +270,10 @@ class BitMask(Sources, Algebra):
         ------
         ValueError
             For a mask with batch axes: select an entry first, as in ``mask[0]``.
+
+        See Also
+        --------
+        BitMask.from_csr : the mask of a sparse matrix, with an example.
         """
         if self.entries.ndim:
             raise ValueError(
@@ -295,8 +310,8 @@ class BitMask(Sources, Algebra):
         ``bias[..., order, :][..., order]``. Causality and windows go by position, and so do
         scores of ``i`` and ``j``: they mean something else in another order.
 
-        The text of a mask, as Python shows it, says so where another order may help: where a graph
-        has at least 64 partial blocks, with at most 64 pairs in each on average.
+        ``repr(mask)`` says "nearly empty" where another order may help: where the mask has at least
+        64 partial blocks, with at most 64 pairs in each on average.
 
         The order is computed on the CPU, from lists of the visible pairs: about 40 bytes for each.
 
@@ -342,9 +357,28 @@ class BitMask(Sources, Algebra):
         Parameters
         ----------
         file : path-like or binary file with `read` and `write`
-            A file that exists is replaced after the new one is complete. The new one is written in
-            the same folder, which must be writable, and hard links keep the old file. The file has
-            only the entries of this mask, not those of the mask that it is a slice of.
+            No ending is added to a path. A file that exists is replaced after the new one is
+            complete. The new one is written in the same folder, which must be writable, and hard
+            links keep the old file. A mask ``a[i]`` of batch entries is written without the other
+            entries of `a`.
+
+        Raises
+        ------
+        TypeError
+            If `file` is neither a path nor a binary file.
+        OSError
+            If the file cannot be written.
+
+        Examples
+        --------
+        >>> import io
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> mask = BitMask(np.tri(300, dtype=bool))
+        >>> mask.save(file := io.BytesIO())
+        >>> _ = file.seek(0)
+        >>> BitMask.load(file).equals(mask)
+        True
         """
         from fa_cupy.masks import npz  # brings zipfile and compressors
 
@@ -357,16 +391,26 @@ class BitMask(Sources, Algebra):
         Parameters
         ----------
         file : path-like or binary file with `read`, `seek` and `tell`
+            A binary file is read from its current position.
 
         Returns
         -------
         BitMask
+            On the CPU.
 
         Raises
         ------
+        TypeError
+            If `file` is neither a path nor a binary file.
+        OSError
+            If the file cannot be read.
         ValueError
             For a file without a mask, for a damaged file, and for a compressed file whose arrays
             exceed 128 MiB plus 64 times its size.
+
+        See Also
+        --------
+        BitMask.save : writes such a file, with an example.
         """
         from fa_cupy.masks import npz  # brings zipfile and compressors
 

@@ -36,14 +36,15 @@ def kernel_regression(
         Points to estimate at: an array of NumPy, CuPy or any library that supports DLPack, of dtype
         float16, bfloat16, float32 or float64. Points on a line are ``x[:, None]``.
     X : array, shape (..., n, d)
-        Where the samples are; of the same library and device.
+        Where the samples are; of the same library and device. The dtypes of `x`, `X`, `y` and
+        `bandwidth` may differ.
     y : array, shape (n,) or (..., n, c)
         The samples: c numbers each, or one each where `y` has one axis. As for
         `numpy.linalg.solve`, an array with two axes or more is always (..., n, c): pass
         ``y[..., None]`` for one number each in a batch.
-    bandwidth : number > 0, or array of shape (..., d) or (..., 1)
-        The unit of distances. The last axis of an array is that of the dims, so that each dim may
-        have its own; the axes before it are batch axes.
+    bandwidth : number > 0, or array of floats of shape (..., d) or (..., 1)
+        The unit of distances: finite numbers > 0. The last axis of an array is that of the dims, so
+        that each dim may have its own; the axes before it are batch axes.
     kernel : {"gaussian", "laplace", "matern32", "epanechnikov"}
         The weight of a sample at distance r, in bandwidths: ``exp(-r**2 / 2)``, ``exp(-r)``,
         ``(1 + sqrt(3) * r) * exp(-sqrt(3) * r)`` or ``max(0, 1 - r**2)``.
@@ -54,7 +55,7 @@ def kernel_regression(
     Returns
     -------
     array, shape (..., m) for `y` of one axis, else (..., m, c)
-        Of y's kind and dtype. Axes before those shown broadcast over all arguments, as in
+        Of y's library and dtype. Axes before those shown broadcast over all arguments, as in
         `numpy.matmul`. Where no sample has a weight (all masked, out of the reach of
         "epanechnikov", beyond 1e150 bandwidths, or ``n == 0``), the estimate is 0 / 0, and the
         result NaN.
@@ -80,17 +81,17 @@ def kernel_regression(
     Notes
     -----
     Distances in up to 8 dims come from differences of coordinates, in float32, or in float64 if
-    `x`, `X` or `y` is of float64. An offset that all coordinates share does no harm. Points many
-    bandwidths away from all samples have weights that float32 does not resolve: they are found by
-    the log-sum-exp, and computed again in float64. Weights have a relative error below 1e-5 (for
-    results in 16 bits, that of 16 bits).
+    `x`, `X` or `y` is of float64. A large offset that all coordinates share costs no accuracy.
+    Points many bandwidths away from all samples have weights that float32 does not resolve: the
+    log-sum-exp shows which points these are, and they are computed again in float64. Weights have a
+    relative error below 1e-5 (for results in 16 bits, that of 16 bits).
 
     Distances in more dims come from products of coordinates around the mean of `X`: in float32
     where a bound of the rounding allows it, otherwise in float64, with a warning where that is not
     accurate enough either.
 
     Values of 16 bits are averaged in float32 as by `attention`, and on a GPU with weights of 16
-    bits. On a GPU the call waits for the device, since it looks at these bounds.
+    bits. On a GPU the call waits for the device, because the host reads these bounds.
 
     References
     ----------
@@ -154,7 +155,7 @@ def kernel_regression_backward(
     -------
     dx, dX, dy, dbandwidth : array
         Each with the shape and the dtype of its argument, summed over the axes along which it was
-        broadcast; for a bandwidth that is a number, an array of float64 without axes.
+        broadcast; for a bandwidth that is a number, an array of float64 of shape ().
 
     Raises
     ------
@@ -168,6 +169,10 @@ def kernel_regression_backward(
     -----
     RuntimeWarning
         As for `kernel_regression`.
+
+    See Also
+    --------
+    kernel_regression : the estimate.
 
     Notes
     -----
@@ -234,19 +239,21 @@ def non_local_means(
         Of NumPy, CuPy or any library that supports DLPack, of dtype float16, bfloat16, float32 or
         float64; C channels, whose differences are averaged.
     h : float > 0
-        How unlike patches may be, in the unit of the image. 0.6 to 0.8 times the noise is usual.
+        How much patches may differ, in the unit of the image. 0.6 to 0.8 times the standard
+        deviation of the noise is usual.
     patch_size : int
-        Pixels of a side of the patches, an odd number.
-    patch_distance : int or None
-        How far away a pixel may be that counts, in pixels along each axis; None for any.
-    sigma : float
+        Pixels of a side of the patches, an odd number below 65536.
+    patch_distance : int >= 0 or None
+        The largest distance between a pixel and those that are averaged for it, in pixels along
+        each axis; None for no limit.
+    sigma : float >= 0
         Standard deviation of the noise. If it is given, patches that differ by noise alone count as
         equal.
 
     Returns
     -------
     array
-        Of the shape, kind and dtype of the image.
+        Of the shape, the library and the dtype of the image.
 
     Raises
     ------
@@ -304,7 +311,7 @@ def non_local_means_backward(
 ) -> Any:
     """Return the gradient of `non_local_means` with respect to the image, for other libraries.
 
-    It is computed in float64, and of the image's shape, kind and dtype, as `dout` is.
+    It is computed in float64. Like `dout`, it has the shape, library and dtype of the image.
     """
     name = "non_local_means_backward"
     native, (pixels, dout), means = _means(

@@ -41,6 +41,7 @@ class KVCache:
     heads : int
         Of keys and values; those of the queries may be a multiple.
     head_dim : int
+        Length of the last axis of keys.
     v_dim : int, optional
         Length of the last axis of values; `head_dim` by default.
     sequences : int
@@ -51,7 +52,8 @@ class KVCache:
     page_size : int, optional
         Tokens of a page, a multiple of 16. None for contiguous sequences.
     pages : int, optional
-        How many pages there are. By default enough for `sequences` of `max_length`.
+        How many pages there are; only with `page_size`. By default enough for all sequences to
+        have `max_length` tokens.
     dtype : numpy.dtype
         float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64.
     xp : module
@@ -64,7 +66,7 @@ class KVCache:
     v : array
         With `v_dim` in place of `head_dim`.
     k_len : int
-        `max_length`, rounded up to a multiple of 16 or to whole pages. A bias or a mask has so many
+        `max_length`, rounded up to a multiple of 16 or of `page_size`. A bias or a mask has so many
         columns.
     k_lengths : array of int32, shape (sequences,)
         The tokens of each sequence, in the memory of the device.
@@ -85,9 +87,10 @@ class KVCache:
     Notes
     -----
     `k`, `v`, `k_lengths` and `page_table` stay where they are in memory, so that a CUDA graph that
-    was captured from a call with them works on what the cache holds when it runs. `attention` of
-    some sequences only cannot be captured, because their numbers are copied from the host. Only
-    read these arrays. A cache must not be used by several threads at the same time.
+    was captured from a call with them works on what the cache holds when it runs. `attention` with
+    `sequences` that do not follow each other cannot be captured, because their numbers are copied
+    from the host. Do not write to these arrays. A cache must not be used by several threads at the
+    same time.
 
     On a GPU, kernels read keys and values of float16 and bfloat16 where they are. In float32 and
     float64, every call copies pages to where their rows follow each other.
@@ -206,14 +209,16 @@ class KVCache:
         k : array, shape (n, heads, tokens, head_dim)
             Of the library and the dtype of the cache.
         v : array, shape (n, heads, tokens, v_dim)
+            As `k`.
         sequences : int or sequence of int, optional
             The n sequences, each of them once. All of them by default.
 
         Raises
         ------
         TypeError, ValueError
-            Also if a sequence would have more than `max_length` tokens, or there are too few free
-            pages. The cache is then as before.
+            For arrays that do not match the cache or overlap it in memory; also if a sequence would
+            have more than `max_length` tokens, or there are too few free pages. The cache is then
+            as before.
         """
         name = "KVCache.append"
         numbers = self._numbers(name, sequences)
@@ -261,8 +266,9 @@ class KVCache:
         sequences : int or sequence of int, optional
             The n sequences. All of them by default.
         **options
-            Those of `fa_cupy.attention`, `bias` and `mask` among them, but for `k_lengths` and
-            `page_table`. `causal_align` is "bottom_right" by default: the last query stands at the
+            Those of `fa_cupy.attention`, but for `k_lengths`, `page_table` and offsets. `bias` and
+            `mask` are arrays whose last axis has length `k_len` or 1, not a sparse matrix or a
+            `BitMask`. `causal_align` is "bottom_right" by default: the last query stands at the
             last token.
 
         Returns
@@ -270,6 +276,12 @@ class KVCache:
         out : array, shape (n, q_heads, Lq, v_dim)
         lse : array, shape (n, q_heads, Lq)
             Only with ``return_lse=True``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a `q` that does not match the cache, numbers of sequences out of range, and as
+            `fa_cupy.attention` does.
         """
         name = "KVCache.attention"
         numbers = self._numbers(name, sequences)
@@ -298,12 +310,19 @@ class KVCache:
         Parameters
         ----------
         sequence : int
+            The sequence whose tokens are wanted.
         to : int, optional
             An empty sequence; the first one by default.
 
         Returns
         -------
         int
+            The number of the sequence that was empty.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a number is out of range, `to` is not empty, or no sequence is.
         """
         name = "KVCache.fork"
         sequence = self._number(name, "sequence", sequence)
@@ -330,7 +349,17 @@ class KVCache:
         return to
 
     def free(self, sequence: int) -> None:
-        """Make a sequence empty. Pages that no other sequence has are free then."""
+        """Make a sequence empty, and free the pages that no other sequence has.
+
+        Parameters
+        ----------
+        sequence : int
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the number is out of range.
+        """
         sequence = self._number("KVCache.free", "sequence", sequence)
         if self.page_size is not None:
             pages = self._table[sequence, : self._pages_of(int(self._lengths[sequence]))]

@@ -60,19 +60,20 @@ def causal_product(
     algorithm : {"auto", "chunked", "recurrent", "low_occupancy"}
         The way of computing. ``"auto"`` and ``"chunked"`` support all arrays; the others are
         kernels for float32 on a GPU.
-    q_offsets : array, shape (n + 1,), optional
-        Where packed sequences begin, as int32 or int64, on the host or the device of `q`: rows
-        ``q_offsets[s]`` to ``q_offsets[s + 1] - 1`` are sequence s, for which the product is
-        computed by itself. Each has a state, in an axis before the last two: ``(..., n, E, M)``.
-        Rows of no sequence have output 0.
+    q_offsets : array of int32 or int64, shape (n + 1,), optional
+        Where n packed sequences begin, and where the last one ends; in the memory of the host (a
+        NumPy array) or of the device of `q`. Rows ``q_offsets[s]`` to ``q_offsets[s + 1] - 1`` are
+        sequence s, for which the product is computed by itself. Each sequence has a state: states
+        have an axis of sequences before the last two, ``(..., n, E, M)``. Rows of no sequence have
+        output 0.
     out : array, shape (..., L, M), optional
-        Array for the output: of the kind and dtype of `q`, without overlap with an input.
+        Array for the output: of the library and the dtype of `q`, without overlap with an input.
 
     Returns
     -------
     out : array, shape (..., L, M)
-        Of the kind, the dtype and the memory layout of `q`.
-    state : array, shape (..., E, M)
+        Of the library, the dtype and the memory layout of `q`.
+    state : array, shape (..., E, M), or (..., n, E, M) with `q_offsets`
         Only with `return_state`: ``initial_state + k.mT @ v``, in float32, or float64 for float64
         input. It has the batch axes of `k`, `v` and `initial_state`.
 
@@ -82,8 +83,11 @@ def causal_product(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        For an `algorithm` that the device cannot run; and while a stream is captured into a CUDA
-        graph, for float64 and for 16-bit `q` and `k` wider than 256 (the capture can go on).
+        For an `algorithm` that the GPU has no kernel for (on the CPU, and for other dtypes than
+        float32, that is a ValueError), and for `q_offsets` on a GPU below compute capability 8.0.
+        While a stream is captured into a CUDA graph, for `q_offsets` in the memory of the host and,
+        without offsets, for `q` and `k` wider than 256 if they are not of float32. The capture can
+        go on.
 
     See Also
     --------
@@ -109,9 +113,9 @@ def causal_product(
     ``"low_occupancy"`` use plain float32.
 
     The state and the scores ``q[i] @ k[j]`` have to stay in the range of float32 (float64 for
-    float64 input), also where the third factor would scale them down again. A state beyond the
-    range is infinite, and its product with a 0 in `q` is NaN. Products that underflow are lost. The
-    first affected row depends on the chunks.
+    float64 input), even if the product with the third factor is in that range again. A state beyond
+    the range is infinite, and its product with a 0 in `q` is NaN. Products that underflow count as
+    0. Which row is the first to be affected depends on the chunks.
 
     Output (i, m) is not finite where a product ``q[i, e] * k[j, e] * v[j, m]`` that belongs to its
     sum has a factor that is not finite, or where a sum is out of range. Rows after i never affect
@@ -199,10 +203,11 @@ def causal_product_backward(
     initial_state : array, shape (..., E, M), optional
         The arguments of the product.
     reverse : bool
-    q_offsets : array, shape (n + 1,), optional
+    q_offsets : array of int32 or int64, shape (n + 1,), optional
         As in the product.
     dstate : array, shape (..., E, M), optional
-        Gradient of the returned state, with its shape and dtype; zero by default.
+        Gradient of the returned state, with its shape and dtype; zero by default. With `q_offsets`,
+        the states have an axis of sequences: ``(..., n, E, M)``.
 
     Returns
     -------
@@ -217,7 +222,8 @@ def causal_product_backward(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `causal_product`; while a stream is captured, also for 16-bit `v` wider than 256.
+        As for `causal_product`; while a stream is captured, also for `v` wider than 256 if it is
+        not of float32.
 
     See Also
     --------
@@ -306,8 +312,9 @@ def linear_attention(
         Function of `q` and `k`: ``elu(x) + 1``, ``max(x, 0)``, ``exp(x)`` or ``x``, in float32
         (float64 for float64 input). A callable is called with `q`, then with `k`, as they were
         given (NumPy arrays as read-only views), and returns new arrays of the same library and
-        dtype. The last axis may have another size, F, the same for both; the other axes stay. It
-        must not keep arrays that it allocates while a stream is captured: they belong to the graph.
+        dtype. Their last axis may have another size, F, the same for both; the other axes stay. The
+        callable must not keep arrays that it allocates while a stream is captured: they belong to
+        the graph.
     eps : float
         Added to the sums of weights; at least 0. With 0, or a number that the dtype of the sums
         rounds to 0, the output is 0 / 0 = NaN where all weights are 0, and everywhere if E is 0.
@@ -319,20 +326,20 @@ def linear_attention(
         the number of features, which is E except for a callable.
     return_state : bool
         Whether to return the state after the last key too.
-    q_offsets : array, shape (n + 1,), optional
-        Where packed sequences begin, as in `causal_product`; rows see keys of their own sequence
+    q_offsets : array of int32 or int64, shape (n + 1,), optional
+        Where packed sequences begin, as in `causal_product`; rows use keys of their own sequence
         only. States are ``(..., n, F, M + 1)``.
-    k_offsets : array, shape (n + 1,), optional
-        Where the keys of the sequences begin, with ``is_causal=False``; by default where the
-        queries do.
+    k_offsets : array of int32 or int64, shape (n + 1,), optional
+        Where the keys of the sequences begin, with ``is_causal=False`` and `q_offsets`; by default
+        where the queries do.
     out : array, shape (..., Lq, M), optional
-        Array for the output: of the kind and dtype of `q`, without overlap with an input.
+        Array for the output: of the library and the dtype of `q`, without overlap with an input.
 
     Returns
     -------
     out : array, shape (..., Lq, M)
-        Of the kind, the dtype and the memory layout of `q`.
-    state : array, shape (..., F, M + 1)
+        Of the library, the dtype and the memory layout of `q`.
+    state : array, shape (..., F, M + 1), or (..., n, F, M + 1) with `q_offsets`
         Only with `return_state`, in float32, or float64 for float64 input: the sum of the outer
         products of ``y[j]`` and ``v[j]`` in ``state[..., :-1]``, that of ``y[j]`` in
         ``state[..., -1]``. It has the batch axes of `k`, `v` and `initial_state`.
@@ -340,11 +347,13 @@ def linear_attention(
     Raises
     ------
     TypeError, ValueError
-        As for `causal_product`, before a callable runs; for the result of the callable, and for the
-        shape of `initial_state`, after it.
+        As for `causal_product`, before a callable runs. Errors about the results of a callable, and
+        then those about the shape of `initial_state`, come after it has run.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for float64 and with ``is_causal=False``. The
-        capture can go on, but a callable has already run.
+        For `q_offsets` on a GPU below compute capability 8.0. While a stream is captured into a
+        CUDA graph, for `q_offsets` or `k_offsets` in the memory of the host and, without offsets,
+        for ``is_causal=False`` and for float64 with more than 256 features. The capture can go on,
+        but a callable has already run.
 
     See Also
     --------
@@ -361,8 +370,9 @@ def linear_attention(
     read back: where one descends or is out of range, the output and the states of the sequences
     that it bounds are NaN, and their gradients 0.
 
-    A sequence that is cut in parts, with the state passed on from each to the next, gives the
-    output of the whole. On the CPU, a part of one row takes 10 to 20 microseconds.
+    A sequence may be cut into parts: with the state passed on from each part to the next one, the
+    outputs are those of the whole sequence. On a CPU, a part of one row takes about 10 to 20
+    microseconds for one to eight heads with 64 columns in float32.
 
     Features have to stay in the range of their dtype, and weights and sums in that of the sums, as
     in `causal_product`: ``"exp"`` of 89 is infinite in float32, and infinity divided by infinity is
@@ -464,18 +474,20 @@ def linear_attention_backward(
     v : array, shape (..., Lk, M)
     feature_map : {"elu1", "relu", "exp", "identity"} or callable
         The arguments of the attention.
-    feature_map_gradient : callable, needed if `feature_map` is one
+    feature_map_gradient : callable, optional
+        Needed if `feature_map` is a callable, and only then.
         Called as ``feature_map_gradient(q, dx)``, then with `k`: `dx` is the gradient of the
         features ``feature_map(q)``, with their shape and dtype. It returns the gradient of `q`, a
         new array with its shape and dtype.
     eps : float
     is_causal : bool
     initial_state : array, shape (..., F, M + 1), optional
-    q_offsets : array, shape (n + 1,), optional
-    k_offsets : array, shape (n + 1,), optional
+    q_offsets : array of int32 or int64, shape (n + 1,), optional
+    k_offsets : array of int32 or int64, shape (n + 1,), optional
         The arguments of the attention.
     dstate : array, shape (..., F, M + 1), optional
-        Gradient of the returned state, with its shape and dtype; zero by default.
+        Gradient of the returned state, with its shape and dtype; zero by default. With offsets, the
+        states have an axis of sequences: ``(..., n, F, M + 1)``.
 
     Returns
     -------
@@ -490,7 +502,8 @@ def linear_attention_backward(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `linear_attention`.
+        As for `linear_attention`; while a stream is captured, also for float64 with `v` wider than
+        255. A TypeError if only one of `feature_map` and `feature_map_gradient` is a callable.
 
     See Also
     --------
@@ -501,8 +514,8 @@ def linear_attention_backward(
     The sums of weights and the output are computed again. With those, the gradient is that of a
     causal product (`causal_product_backward`), whose values have a further column of ones.
 
-    The derivative of ``"relu"`` at 0 is 0. Where a sum of weights is 0 and `eps` too, gradients are
-    NaN, but a row of `dout` that is 0 has no part in any of them.
+    The derivative of ``"relu"`` at 0 is 0. Where a sum of weights and `eps` are both 0, gradients
+    may be NaN, but a row of `dout` that is 0 contributes nothing to them.
 
     Examples
     --------
@@ -689,7 +702,7 @@ def prefix_state(
     v : array, shape (..., L, M)
         Values.
     ends : sequence of P ints from 0 to L, optional
-        Positions, in any order; by default one, for the whole sequence.
+        Positions, in any order; by default the state is that of the whole sequence.
     q : array, shape (..., P, E), optional
         Queries: row i is multiplied by the state at ``ends[i]`` (without `ends`, by that of the
         whole sequence). As in `causal_product`, `k` and `v` may have fewer heads. If `k` and `v`

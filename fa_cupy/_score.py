@@ -24,25 +24,27 @@ class Score:
     Parameters
     ----------
     expression : str
-        In Python's syntax, of at most 1000 characters, of
+        In Python's syntax, of at most 1000 characters and 60 levels of nesting, made of
 
-        - `s`, the score of ``scale * q.k`` after the softcap;
+        - `s`, the score ``scale * q.k`` after the softcap;
         - integers `b`, `h`, `i` and `j`: the batch entry, the head, the query and the key. `h` is
           the index along axis -3 of the output, and `b` counts the axes before that in C order;
           where an axis is missing, its index is 0. `i` and `j` are rows of `q` and `k`, whatever
           `causal_align` is;
-        - the arguments by name, arrays with an integer for each of 1 to 4 axes, as in
-          ``table[h, i - j + 99]``;
+        - the arguments by name: numbers and arrays without axes as they are, other arrays with an
+          integer for each of 1 to 4 axes, as in ``table[h, i - j + 99]``;
         - numbers, ``inf`` and ``pi``; ``+ - * /`` and ``**``; ``//`` and ``%`` of integers;
-          comparisons, ``and``, ``or``, ``not`` and ``a if c else b``;
+          comparisons, ``and``, ``or``, ``not`` and ``a if c else b``. Integers that are written out
+          are below 2**31, and as exponents from -64 to 64;
         - ``where(c, a, b)``, ``abs``, ``min``, ``max``, ``exp``, ``log``, ``sqrt``, ``tanh``,
           ``sin``, ``cos``, ``sigmoid`` and ``floor``.
 
         Its value is a float. Where it is -inf, the key is hidden.
     **arguments : array or number
-        The other names in the expression. Arrays are of any float dtype or of integers. They are
-        read in each call that uses the score, and must be of the library and on the device of its
-        `q`. Numbers keep the values that they have now; integers become literals of the expression.
+        The other names in the expression, each of which must occur there. Arrays are of float16,
+        bfloat16, float32, float64 or integers, but not of uint64. They are read in each call that
+        uses the score, and must be of the library and on the device of its `q`. Numbers keep the
+        values that they have now; integers become literals of the expression.
 
     Attributes
     ----------
@@ -50,15 +52,16 @@ class Score:
     operands : mapping of str to str
         For each array, the variables that its indices depend on, as "h" or "ij".
     program : fa_cupy.score.program.Program
-        The expression without names and arrays. Equal programs are hashed alike, so that it is a
-        key for what is compiled.
+        The expression without the names and the contents of arrays. Compiled code is kept by it:
+        scores with equal programs share their code.
 
     Raises
     ------
     TypeError, ValueError
-        For anything else, with the expression and the column of what is wrong. An index that can
-        leave its array is found when the score is used, for its shapes, before anything is
-        computed.
+        For anything else, with the expression and the column of what is wrong. A call that uses the
+        score raises a ValueError, before anything is computed, if for its shapes an index can leave
+        its array, a divisor of ``//`` or ``%`` can be less than 1, or an integer can exceed its
+        bits (see Notes).
 
     See Also
     --------
@@ -70,8 +73,9 @@ class Score:
     The text is parsed and never run, and no name of it reaches a compiler: an expression of unknown
     origin can compute a score and nothing else. Floats are computed in float32, or in float64 if
     `q` is of float64. Integers are exact: those made of `b`, `h`, `i`, `j`, literals and elements
-    of 8 or 16 bits must fit 32 bits, those made of elements of 32 or 64 bits wrap around at 64
-    bits. Divisors of ``//`` and ``%`` must be positive.
+    of 8 or 16 bits must fit in 32 bits, those made of elements of 32 or 64 bits wrap around at 64
+    bits. Divisors of ``//`` and ``%`` must be positive. Indices do not count from the end: a
+    negative one is out of range.
 
     Both values of a ``where`` are computed for all pairs. The indices in both must stay inside
     their arrays: ``x[max(i - 1, 0)] if i > 0 else 0``.

@@ -29,6 +29,7 @@ def version() -> str:
 
     Examples
     --------
+    >>> import fa_cupy
     >>> version() == fa_cupy.__version__
     True
     """

@@ -105,13 +105,37 @@ class Accumulator(NamedTuple):
         return self.cols // 2
 
     def element(self, thread: Any, register: Any) -> tuple[Any, Any]:
-        """Return (row, column) of a thread's `register`; arrays broadcast. There is no check."""
+        """Return the row and the column of a thread's register.
+
+        Parameters
+        ----------
+        thread : int or array of int
+            From 0 to ``threads - 1``; there is no check.
+        register : int or array of int
+            From 0 to ``registers - 1``. Arrays broadcast.
+
+        Returns
+        -------
+        row, column : int or array of int
+        """
         warp, lane = np.divmod(thread, 32)
         v, i, j = np.asarray(register) // 4, np.asarray(register) // 2 % 2, np.asarray(register) % 2
         return SLAB * warp + lane // 4 + 8 * i, 8 * v + 2 * (lane % 4) + j
 
     def holder(self, row: Any, col: Any) -> tuple[Any, Any]:
-        """Return (thread, register) of an element; arrays broadcast. There is no check."""
+        """Return the thread and the register of an element: the inverse of `element`.
+
+        Parameters
+        ----------
+        row : int or array of int
+            From 0 to ``rows - 1``; there is no check.
+        col : int or array of int
+            From 0 to ``cols - 1``. Arrays broadcast.
+
+        Returns
+        -------
+        thread, register : int or array of int
+        """
         warp, below = np.divmod(row, SLAB)
         v, across = np.divmod(col, 8)
         thread = 32 * warp + 4 * (below % 8) + across // 2
@@ -155,7 +179,12 @@ def wgmma(n: int) -> Accumulator:
     Parameters
     ----------
     n : int
-        A multiple of 8, at most 256.
+        Columns: a multiple of 8, from 8 to 256.
+
+    Returns
+    -------
+    Accumulator
+        Of 64 rows and `n` columns.
 
     Raises
     ------
@@ -175,6 +204,11 @@ def mma(n: int = 8) -> Accumulator:
         Columns of all products together, a multiple of 8. The four registers of a product follow
         those of the one before.
 
+    Returns
+    -------
+    Accumulator
+        Of 16 rows and `n` columns.
+
     Raises
     ------
     TypeError, ValueError
@@ -185,9 +219,19 @@ def mma(n: int = 8) -> Accumulator:
 
 
 def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
-    """Return (word, bit) of an element of a block in fragment order; words are 0 to 511.
+    """Return where the bit of an element of a block is in fragment order.
 
-    `row` and `col` must be from 0 to 127; there is no check.
+    Parameters
+    ----------
+    row, col : int or array of int
+        From 0 to 127; there is no check. Arrays broadcast.
+
+    Returns
+    -------
+    word : int or array of int
+        Index among the 512 words of the block, in C order.
+    bit : int or array of int
+        Index of the bit in that word; 0 is the lowest.
 
     Examples
     --------
@@ -201,7 +245,16 @@ def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
 
 
 def row_major_address(row: Any, col: Any) -> tuple[Any, Any]:
-    """Return (word, bit) of an element of a block in row-major order, as `fragment_address` does.
+    """Return where the bit of an element of a block is in row-major order.
+
+    Parameters
+    ----------
+    row, col : int or array of int
+
+    Returns
+    -------
+    word, bit : int or array of int
+        As for `fragment_address`.
 
     Examples
     --------

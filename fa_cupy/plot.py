@@ -1,8 +1,8 @@
 """Pictures, drawn with matplotlib, which is imported for the first picture.
 
-Without `ax`, a function draws on a new figure of pyplot, which a notebook shows and
-`matplotlib.pyplot.show` too, and which has a legend or a colour bar. Axes that are given get
-neither, as there may be no room for them: ``ax.legend()`` draws the legend there.
+``pip install 'fa_cupy[plot]'`` brings it. Without `ax`, a function draws on a new figure of pyplot,
+which has a legend or a colour bar; notebooks and `matplotlib.pyplot.show` display it. Axes that are
+given get neither, because there may be no room: ``ax.legend()`` draws the legend there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def images(
     Parameters
     ----------
     panels : mapping of str to ndarray, shape (height, width) or (height, width, 3)
-        Title and values of each image, of grey or of RGB; values are clipped to [0, 1].
+        Title and values of each image, grey or RGB; values are clipped to [0, 1].
     path : path-like or binary file, optional
         The file to write. The ending of a path names the format; a file object gets a PNG.
 
@@ -51,7 +51,7 @@ def images(
     Raises
     ------
     ValueError
-        If `panels` is empty.
+        If `panels` is empty, or an image has another shape or another size than the first one.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def images(
     """
     if not panels:
         raise ValueError("plot.images: panels is empty, want at least one image")
-    height, width = next(iter(panels.values())).shape[:2]
+    height, width = _size_of(panels)
     dpi = 100
     panel_width = max(3.0, width / dpi)  # inches; no image loses pixels
     size = (panel_width * len(panels), panel_width * height / width + 0.4)
@@ -82,8 +82,32 @@ def images(
     return None
 
 
-def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
-    """Draw the weights of all keys for each query, where scores are equal before bias and mask.
+def _size_of(panels: Mapping[str, NDArray[Any]]) -> tuple[int, int]:
+    """Return the height and the width that all images have."""
+    shapes = {title: np.shape(image) for title, image in panels.items()}
+    first = next(iter(shapes.values()))
+    for title, shape in shapes.items():
+        if len(shape) not in (2, 3) or shape[2:] not in ((), (3,)) or shape[:2] != first[:2]:
+            size = "height, width" if len(first) < 2 else f"{first[0]}, {first[1]}"
+            raise ValueError(
+                f"plot.images: image {title!r} has shape {shape}, want ({size}) or ({size}, 3)"
+            )
+    height, width = first[:2]
+    return height, width
+
+
+def weights(
+    q_len: int,
+    k_len: int,
+    *,
+    ax: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: Any = None,
+) -> Any:
+    """Draw the weights of all keys for each query, for scores that are 0 before bias and mask.
 
     Parameters
     ----------
@@ -91,15 +115,23 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
         Number of queries (rows of the picture) and keys (columns).
     ax : matplotlib.axes.Axes, optional
         The axes to draw on; by default those of a new figure.
-    **options
-        `bias`, `mask`, `is_causal`, `causal_align` and `window` of `attention`. The weights come
-        from a call of `attention`.
+    bias, mask : array, optional
+        Without batch axes, shape (q_len, k_len) after broadcasting.
+    is_causal : bool
+    causal_align : {"top_left", "bottom_right"}, optional
+    window : (left, right), optional
+        As in `fa_cupy.attention`. The weights come from a call of that function.
 
     Returns
     -------
     matplotlib.axes.Axes
         The largest weight of every query is drawn darkest; hidden keys are grey. A new figure
         has a colour bar.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For lengths that are not ints >= 0, and as `fa_cupy.attention` does.
 
     Examples
     --------
@@ -112,7 +144,10 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
         checks.whole("plot.weights", arg, length)
     own = ax is None
     ax = _figure(0.4 * k_len + 1.8, 0.4 * q_len + 0.8).subplots() if own else ax
-    seen = attention(np.zeros((q_len, 1)), np.zeros((k_len, 1)), np.eye(k_len), **options)
+    q, k, v = np.zeros((q_len, 1)), np.zeros((k_len, 1)), np.eye(k_len)
+    seen = attention(
+        q, k, v, bias, mask, is_causal=is_causal, causal_align=causal_align, window=window
+    )
     largest = seen.max(axis=-1, keepdims=True, initial=0.0)
     shade = np.divide(seen, largest, out=np.zeros_like(seen), where=largest > 0)
     ax.set_facecolor("#f1f3f5")
@@ -197,13 +232,13 @@ def scores(
     Parameters
     ----------
     score : Score
-        With arrays of NumPy, or none.
+        With NumPy arrays, or without arrays.
     q_len, k_len : int
         Number of queries (rows of the picture) and keys (columns).
     s : float or array, shape (q_len, k_len)
         The scores before the expression.
     b, h : int
-        The batch entry and the head.
+        The batch entry and the head, from 0 on.
     ax : matplotlib.axes.Axes, optional
         The axes to draw on; by default those of a new figure.
 

@@ -1,7 +1,8 @@
 """Plain definitions in float64 on SciPy, for comparison with the results of this library.
 
 They take NumPy arrays, compute all Lq x Lk scores, and share no code with the other functions,
-except for the parser and the derivatives of a `fa_cupy.Score`, and for Philox.
+except for the parser and the derivatives of a `fa_cupy.Score`, and for the random numbers of
+dropout. Arguments are not checked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def attention(
     Parameters
     ----------
     q, k, v, bias, mask : numpy.ndarray
-        As in `fa_cupy.attention`; a `fa_cupy.BitMask` is unpacked to all its Lq x Lk elements.
+        As in `fa_cupy.attention`, but no sparse matrices. A `fa_cupy.BitMask` is unpacked to all
+        its Lq x Lk elements.
     **options
         `scale`, `is_causal`, `causal_align`, `window`, `softcap`, `sinks`, `score`, `k_lengths`,
         `page_table`, `q_offsets`, `k_offsets`, `dropout` and `seed` of `fa_cupy.attention`. An
@@ -40,6 +42,7 @@ def attention(
     -------
     out : numpy.ndarray of float64, shape (..., Lq, Dv)
     lse : numpy.ndarray of float64, shape (..., Lq)
+        Log-sum-exp of the scores of each query.
 
     Examples
     --------
@@ -66,13 +69,13 @@ def plain(
 ) -> Array:
     """Attention computed plainly in low precision, to compare its error with that of others.
 
-    Scores and softmax are in float32 (float64 for a `dtype` of float64), the weights are rounded
-    to `dtype` before their product with `v`, which accumulates in float32, and so is the output.
+    Sums and softmax are in float32 (float64 for a `dtype` of float64). The weights are rounded to
+    `dtype` before their product with `v`, and so is the output.
 
     Parameters
     ----------
     q, k, v, bias, mask : numpy.ndarray
-        As in `fa_cupy.attention`.
+        As in `attention`.
     dtype : numpy.dtype
         float16, bfloat16, float32 or float64.
     **options
@@ -81,6 +84,18 @@ def plain(
     Returns
     -------
     numpy.ndarray of `dtype`, shape (..., Lq, Dv)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import attention, reference
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 100, 16)).astype(np.float16)
+    >>> want, _ = reference.attention(q, k, v)
+    >>> plain = reference.plain(q, k, v, dtype=np.float16)
+    >>> bool(reference.relative_error(plain, want) < 1e-3)
+    True
+    >>> bool(reference.relative_error(attention(q, k, v), want) < 1e-3)
+    True
     """
     dtype = np.dtype(dtype)
     real = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -167,14 +182,16 @@ def causal_product(
 
     Parameters
     ----------
-    q, k, v, initial_state, reverse
-        As in `fa_cupy.causal_product`; the first four are NumPy arrays.
+    q, k, v : numpy.ndarray
+    initial_state : numpy.ndarray, optional
+    reverse : bool
+        As in `fa_cupy.causal_product`.
 
     Returns
     -------
     out : numpy.ndarray of float64, shape (..., L, M)
     state : numpy.ndarray of float64, shape (..., E, M)
-        With the batch axes of `out`.
+        The state after the last row, with the batch axes of `out`.
 
     Examples
     --------
@@ -191,19 +208,31 @@ def causal_product(
 def plain_product(q: Array, k: Array, v: Array, *, dtype: Any, reverse: bool = False) -> Array:
     """Causal product computed plainly in low precision, to compare its error with that of others.
 
-    Scores are sums in float32 (float64 for a `dtype` of float64), rounded to `dtype` before their
-    product with `v`, which is summed in float32 and rounded to `dtype`.
+    Sums are in float32 (float64 for a `dtype` of float64). The scores are rounded to `dtype` before
+    their product with `v`, and so is the output.
 
     Parameters
     ----------
     q, k, v : numpy.ndarray
+        As in `fa_cupy.causal_product`.
     dtype : numpy.dtype
         float16, bfloat16, float32 or float64.
     reverse : bool
+        As in `fa_cupy.causal_product`.
 
     Returns
     -------
     numpy.ndarray of `dtype`, shape (..., L, M)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import reference
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 100, 16)).astype(np.float16)
+    >>> want, _ = reference.causal_product(q, k, v)
+    >>> plain = reference.plain_product(q, k, v, dtype=np.float16)
+    >>> bool(reference.relative_error(plain, want) < 1e-3)
+    True
     """
     dtype = np.dtype(dtype)
     real = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -211,10 +240,19 @@ def plain_product(q: Array, k: Array, v: Array, *, dtype: Any, reverse: bool = F
 
 
 def relative_error(x: Array, ref: Array) -> float:
-    """Return the Frobenius norm of ``x - ref`` over that of `ref`; 0.0 if both are 0.
+    """Return the Frobenius norm of ``x - ref`` divided by that of `ref`.
 
-    It is infinite if an element is finite in only one of the two arrays. Elements that are finite
-    in neither are left out.
+    Parameters
+    ----------
+    x, ref : array_like
+        The result and what it is compared with, both converted to float64.
+
+    Returns
+    -------
+    float
+        0.0 if both norms are 0. Elements that are finite in neither of the arrays are left out.
+        Infinite if an element is finite in only one of them, if the shapes differ, or if `ref` is 0
+        and `x` is not.
 
     Examples
     --------

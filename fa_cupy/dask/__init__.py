@@ -65,7 +65,7 @@ def attention(
         Keys and values. Their batch axes broadcast with those of `q`, and with 4 axes or more each
         they may have fewer heads, as in `fa_cupy.attention`.
     bias : dask.array.Array, broadcastable to (..., Lq, Lk), optional
-        Added to the scores.
+        Added to the scores. Not a sparse matrix.
     mask : dask.array.Array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. Each task gets its part of a `BitMask`, and tiles
         without a visible pair get no task. A sparse matrix becomes a `BitMask`.
@@ -245,9 +245,9 @@ def linear_attention(
     v : dask.array.Array, shape (..., Lk, M)
         As in `causal_product`; Lq and Lk may differ with ``is_causal=False``.
     feature_map : {"elu1", "relu", "exp", "identity"} or callable
-        As in `fa_cupy.linear_attention`. A callable is called with chunks, and while the graph is
-        made with one row of ones, which tells the number of features, F. For processes and clusters
-        it must be one that can be pickled.
+        As in `fa_cupy.linear_attention`. A callable is called with chunks, and also once for `q`
+        and once for `k` with one row of ones while the graph is made, to find the number of
+        features, F. For processes and clusters it must be possible to pickle it.
     eps : float
         Added to the sums of weights.
     is_causal : bool

@@ -42,7 +42,8 @@ def attention(
     ----------
     q : array, shape (..., Lq, D)
         The queries of this rank: an array of NumPy, or on a GPU of CuPy or a library that supports
-        DLPack, of any dtype of `fa_cupy.attention`. Lq may differ from rank to rank.
+        DLPack, of any dtype of `fa_cupy.attention`. Lq may differ from rank to rank in contiguous
+        order (see `order`).
     k : array, shape (..., Lk, D)
         The keys of this rank.
     v : array, shape (..., Lk, Dv)
@@ -50,16 +51,18 @@ def attention(
     bias : array, broadcastable to (..., Lq, all keys), optional
         Added to the scores: the rows of this rank's queries. If all ranks have one row, and some
         rank has more than one query, it is one row for all queries, the same on all ranks. Columns
-        are the keys of all ranks, in the order of their positions.
+        are the keys of all ranks, in the order of their positions. Not a sparse matrix.
     mask : array of bool, broadcastable to (..., Lq, all keys), or BitMask, optional
         True where a query may attend to a key; rows and columns as those of `bias`.
     comm : Communicator
-        That of a rank of `local`, an `MpiCommunicator` or an `NcclCommunicator`.
+        The communicator of this rank: one from `local`, an `MpiCommunicator` or an
+        `NcclCommunicator`.
     plan : {"ring", "heads"}, optional
         How the ranks share the work: see Notes. By default the faster way, by an estimate like that
         of `fa_cupy.distributed.plan` for the dtype and the devices at hand.
     order : {"contiguous", "zigzag"}
-        Which rows of the sequence the ranks have: see `split`.
+        Which rows of the sequence the ranks have: see `split`. In zigzag order the parts have to
+        have the lengths that `split` gives them.
     scale : float, optional
     is_causal : bool
     window : (left, right), optional
@@ -67,8 +70,8 @@ def attention(
         As in `fa_cupy.attention`. Positions are those in the whole sequence. `is_causal` and
         `window` need as many keys as queries on each rank.
     sinks : array, broadcastable to (..., Lq), optional
-        Those of the queries of this rank. Where they do not depend on the query, as of shape
-        (heads, 1), all ranks pass the same.
+        Those of the queries of this rank. Sinks that do not depend on the query, as those of shape
+        (heads, 1), must be the same on all ranks.
     precision : {None, "tf32"}
         As in `fa_cupy.attention`.
     return_lse : bool
@@ -77,7 +80,7 @@ def attention(
     Returns
     -------
     out : array, shape (..., Lq, Dv)
-        Of the queries of this rank; of the kind, the dtype and the memory layout of `q`.
+        Of the queries of this rank; of the library, the dtype and the memory layout of `q`.
     lse : array, shape (..., Lq)
         Only with `return_lse`: float32, or float64 for float64 input.
 
@@ -85,9 +88,12 @@ def attention(
     ------
     TypeError, ValueError
         With a message that names the argument, before any array is sent. If the arguments of one
-        rank are wrong, the others raise a `RankError`.
+        rank are wrong, the others raise a `RankError`. Arguments that must be the same on all ranks
+        and differ are a ValueError on all ranks.
     RankError, TimeoutError
         If another rank has failed, or does not answer within the time-out of `comm`.
+    NotImplementedError
+        While a stream is captured into a CUDA graph.
 
     See Also
     --------
@@ -99,13 +105,13 @@ def attention(
     -----
     With ``plan="ring"``, as in ring attention [1]_, the keys and values of one rank after the other
     are copied to this one, while it computes with those that it has. The results are merged by
-    their log-sum-exps in float32, in the order of the distance between the ranks. A rank receives
-    only keys that some of its queries see. With ``plan="heads"``, as in DeepSpeed-Ulysses [2]_, the
-    ranks exchange parts of the sequence for heads: each computes a share of the heads over the
-    whole sequence. The numbers of heads must then be multiples of the number of ranks, and bias,
-    mask and sinks the same for all queries.
+    their log-sum-exps in float32 (float64 for float64 input), in the order of the distance between
+    the ranks. A rank receives only keys that some of its queries see. With ``plan="heads"``, as in
+    DeepSpeed-Ulysses [2]_, the ranks exchange their rows of all heads for all rows of some heads,
+    and each computes attention for these heads. The numbers of heads must then be multiples of the
+    number of ranks, and bias, mask and sinks must have one row for all queries.
 
-    In both ways results are the same bits at each run. They differ from those of one GPU by
+    In both ways, results have the same bits in each run. They differ from those of one GPU by
     rounding, as results of `fa_cupy.merge_attention` do.
 
     In zigzag order the ranks have the same work where attention is causal; in contiguous order the

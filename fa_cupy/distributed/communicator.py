@@ -88,17 +88,30 @@ class Communicator(ABC):
         """Tell all ranks that this one cannot go on: they raise a `RankError` where they wait."""
 
     def announce(self, record: bytes, place: str) -> None:
-        """Tell all ranks of a call, and compare it with theirs: now, or before anything of theirs.
+        """Send the record of a call to all ranks, and compare it with their records.
 
-        The errors are those of `compare`.
+        A communicator may let this rank go on before the records of others have come. It then
+        compares each of them before it uses anything else that comes from that rank.
+
+        Parameters
+        ----------
+        record : bytes
+            That of this rank.
+        place : str
+            What errors say that the rank waited in.
+
+        Raises
+        ------
+        RankError, ValueError
+            If the records differ.
         """
         compare(place, self.rank, dict(enumerate(self.gather(record, place))))
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this rank has the interpreter to itself until it waits.
+        """Return a context in which other ranks of the same process wait until this one waits.
 
-        It is one for ranks that share an interpreter and do no more than to queue work on GPUs:
-        they would otherwise take turns at each call of CUDA.
+        It is for threads that only queue work on GPUs: without it, Python would switch between them
+        at each call of CUDA. For other ranks it does nothing.
         """
         return contextlib.nullcontext()
 

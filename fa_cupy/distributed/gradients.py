@@ -77,7 +77,7 @@ def attention_backward(
 
     Raises
     ------
-    TypeError, ValueError, RankError, TimeoutError
+    TypeError, ValueError, RankError, TimeoutError, NotImplementedError
         As `attention` does.
 
     See Also
@@ -87,8 +87,9 @@ def attention_backward(
     Notes
     -----
     With ``plan="ring"``, what the queries of a rank add to the gradients of another rank's keys and
-    values goes back to that rank in the dtype of `k`, and is added there in float32 in the order of
-    the distance between the ranks. Results are the same bits at each run.
+    values goes back to that rank in the dtype of `k`. It is added there in float32 (float64 for
+    float64 input), in the order of the distance between the ranks. Results have the same bits in
+    each run.
 
     Examples
     --------

@@ -86,7 +86,13 @@ def positions(length: int, comm: Communicator, *, order: str = "contiguous") -> 
 
     Returns
     -------
-    numpy.ndarray of int64
+    numpy.ndarray of int64, shape (rows,)
+        In ascending order, from 0 on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For other arguments, with a message that names them.
 
     See Also
     --------
@@ -121,12 +127,17 @@ def split(x: Any, comm: Communicator, *, order: str = "contiguous", axis: int = 
         all ranks have the same work where attention is causal. Chunks differ by one row at most,
         the first ones are the longer ones.
     axis : int
-        The axis of the sequence.
+        The axis of the sequence. An array with one axis needs ``axis=0``.
 
     Returns
     -------
     array
         A view where the rows follow each other, otherwise a copy.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For other arguments, such as an `axis` that `x` does not have.
 
     See Also
     --------
@@ -169,11 +180,17 @@ def join(parts: Sequence[Any], *, order: str = "contiguous", axis: int = -2) -> 
     Returns
     -------
     array
+        A new array, with the rows in the order of their positions.
 
     Raises
     ------
-    ValueError
-        If the parts do not have the lengths that `split` gives them.
+    TypeError, ValueError
+        For other arguments, and if there are no parts. In zigzag order also if the parts do not
+        have the lengths that `split` gives them; in contiguous order they may have any lengths.
+
+    See Also
+    --------
+    split : the part of a rank.
 
     Examples
     --------

@@ -69,13 +69,13 @@ class Plan(NamedTuple):
     Attributes
     ----------
     way : str
-        "ring" or "heads".
-    seconds : dict of float
-        The estimate of each way that is possible.
-    bytes : dict of int
-        Those that the rank with the most copies receives.
+        "ring" or "heads", the value for the argument `plan` of `attention`.
+    seconds : dict of str to float
+        The estimated time of each way that is possible.
+    bytes : dict of str to int
+        For each of these ways, what the rank that receives most receives.
     why : str
-        A sentence.
+        The reason, as a sentence with the estimates.
     """
 
     way: str
@@ -283,7 +283,7 @@ def plan(
     Parameters
     ----------
     shape : sequence of int
-        Of all queries: (..., heads, length, D).
+        Of all queries: (..., heads, length, D). There are as many keys.
     size : int
         The number of ranks.
     kv_heads : int, optional
@@ -291,6 +291,8 @@ def plan(
     v_dim : int, optional
         Columns of the values; D by default.
     dtype : dtype
+        Its size determines how many bytes are sent. The speed of computing is that of `machine`,
+        whatever the dtype is.
     order : {"contiguous", "zigzag"}
     is_causal : bool
     window : (left, right), optional
@@ -298,12 +300,18 @@ def plan(
     gradients : bool
         Whether the time is that of `attention_backward`.
     machine : Machine
-        ``plans.GPU``, ``plans.CPU`` or another one.
+        By default ``fa_cupy.distributed.plans.GPU``: H200s that compute in 16 bits. There is also
+        ``fa_cupy.distributed.plans.CPU``, for two processor cores.
 
     Returns
     -------
     Plan
-        `way`, `seconds` and `bytes` by way, and `why`.
+        The faster way, with the times and the bytes of each.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For other arguments.
 
     Examples
     --------

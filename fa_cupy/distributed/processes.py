@@ -35,6 +35,8 @@ class MpiCommunicator(Communicator):
     ------
     ImportError
         Without mpi4py.
+    TypeError, ValueError
+        For other arguments.
 
     See Also
     --------
@@ -192,15 +194,15 @@ class _Requests:
 class NcclCommunicator(Communicator):
     """A communicator for CuPy arrays, in processes or threads with a GPU each.
 
-    Records and errors go through another communicator, between hosts; arrays through NCCL, as bytes
-    and by a stream of their own. Threads that use it have no turns (`Communicator.turn`): NCCL's
-    calls wait for ranks that meet for the first time.
+    Arrays are sent by NCCL, on a CUDA stream of their own. Arguments are compared and errors are
+    reported by another communicator, in the memory of the host. `Communicator.turn` does nothing
+    here: a first call of NCCL waits for the other ranks, which must be able to run.
 
     Parameters
     ----------
     host : Communicator, optional
-        An `MpiCommunicator` or the communicator of a thread of `local`; by default the first of
-        them, with all processes of MPI.
+        An `MpiCommunicator`, or the communicator of a rank of `local`; by default an
+        `MpiCommunicator` of all processes of MPI.
     device : int, optional
         The GPU of this rank; by default CuPy's current one. It becomes the current one. No two
         ranks can have the same GPU.
@@ -216,9 +218,10 @@ class NcclCommunicator(Communicator):
 
     Notes
     -----
-    The host never waits for a GPU. What is not done within the time-out of `host`, because a rank
-    has ended for instance, is aborted by a thread that looks at NCCL's errors: what the stream had
-    queued after it then runs with unfinished data, and the next call raises a `RankError`.
+    The host never waits for a GPU. A transfer that is not done within the time-out of `host`, for
+    instance because a rank has ended, is aborted by a thread that looks at NCCL's errors. What the
+    stream had queued after the transfer then runs with unfinished data, and the next call raises a
+    `RankError`.
 
     Examples
     --------

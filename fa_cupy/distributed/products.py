@@ -45,7 +45,8 @@ def causal_product(
         The part of this rank: arrays as those of `fa_cupy.causal_product`. Rank r has the rows
         after those of rank ``r - 1``; L may differ from rank to rank.
     comm : Communicator
-        That of a rank of `local`, an `MpiCommunicator` or an `NcclCommunicator`.
+        The communicator of this rank: one from `local`, an `MpiCommunicator` or an
+        `NcclCommunicator`.
     reverse : bool
         Whether to go from the last row of the last rank to the first row of the first one.
     return_state : bool
@@ -55,7 +56,7 @@ def causal_product(
     Returns
     -------
     out : array, shape (..., L, M)
-        Of the rows of this rank; of the kind, the dtype and the memory layout of `q`.
+        Of the rows of this rank; of the library, the dtype and the memory layout of `q`.
     state : array, shape (..., E, M)
         Only with `return_state`, as `fa_cupy.causal_product` returns it.
 
@@ -66,6 +67,8 @@ def causal_product(
         raise a `RankError`.
     RankError, TimeoutError
         If another rank has failed, or does not answer within the time-out of `comm`.
+    NotImplementedError
+        While a stream is captured into a CUDA graph.
 
     See Also
     --------
@@ -73,14 +76,14 @@ def causal_product(
 
     Notes
     -----
-    Each rank sums its keys and values to a state. A scan in log2(ranks) steps gives each rank the
-    sum of the states before it, from which it computes its rows. A state has E * M numbers a head,
-    whatever the length is. Results are the same bits at each run.
+    Each rank computes the state of its own keys and values. A parallel prefix sum in log2(ranks)
+    steps gives each rank the sum of the states before it, from which it computes its rows. A state
+    has E * M numbers for each head, whatever the length is. Results have the same bits in each run.
 
-    Ranks compare their arguments before any array is sent. Ranks with GPUs that are threads do so
-    for the first call of a kind. In later calls with arrays of the same shapes, a rank goes on
-    before it has heard of ranks that it needs nothing of; if their calls differ, one of the next
-    calls raises the error, or else the call of `local` that runs the ranks.
+    Ranks compare their arguments before any array is sent. There is one exception: threads with
+    GPUs (`local`) that repeat a call with the same shapes. There, a rank does not wait for ranks
+    whose states it does not need. If their arguments differ from its own, one of its next calls
+    raises the error, or the call ``ranks(function)`` in which it runs.
 
     Examples
     --------
@@ -153,13 +156,13 @@ def causal_product_backward(
 
     Raises
     ------
-    TypeError, ValueError, RankError, TimeoutError
+    TypeError, ValueError, RankError, TimeoutError, NotImplementedError
         As `causal_product` does.
 
     Notes
     -----
     The gradient of `q` needs the state of the ranks before this one, those of `k` and `v` need the
-    gradient of the state from the ranks after it. Both are scanned at the same time.
+    gradient of the state from the ranks after it. The ranks add up both at the same time.
 
     Examples
     --------
@@ -227,7 +230,7 @@ def linear_attention(
 ) -> Any:
     """Linear attention over a sequence of which each rank has a part, in the order of the ranks.
 
-    Parts are contiguous rows. There is no function for its gradients.
+    Rank r has the rows after those of rank ``r - 1``. There is no function for gradients.
 
     Parameters
     ----------
@@ -236,7 +239,8 @@ def linear_attention(
     v : array, shape (..., Lk, M)
         The part of this rank: arrays as those of `fa_cupy.linear_attention`.
     comm : Communicator
-        That of a rank of `local`, an `MpiCommunicator` or an `NcclCommunicator`.
+        The communicator of this rank: one from `local`, an `MpiCommunicator` or an
+        `NcclCommunicator`.
     feature_map : {"elu1", "relu", "exp", "identity"} or callable
     eps : float
     is_causal : bool
@@ -245,11 +249,11 @@ def linear_attention(
     Returns
     -------
     array, shape (..., Lq, M)
-        Of the rows of this rank; of the kind, the dtype and the memory layout of `q`.
+        Of the rows of this rank; of the library, the dtype and the memory layout of `q`.
 
     Raises
     ------
-    TypeError, ValueError, RankError, TimeoutError
+    TypeError, ValueError, RankError, TimeoutError, NotImplementedError
         As `causal_product` does.
 
     See Also

@@ -57,8 +57,8 @@ class _Hub:
 class ThreadCommunicator(Communicator):
     """The communicator of a rank that is a thread; `local` makes them.
 
-    Arrays of NumPy go through queues as copies. Arrays of CuPy are copied from one GPU to the other
-    by a stream of their own.
+    NumPy arrays are copied and passed through queues. CuPy arrays are copied from one GPU to the
+    other on a CUDA stream of their own.
     """
 
     def __init__(self, hub: _Hub, rank: int, size: int, timeout: float) -> None:
@@ -250,9 +250,11 @@ class Local:
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(comm, *args)`` on all ranks, and return the results by rank.
 
-        If ranks raise, the error of the first one that did not only wait for another is raised
-        here. On GPUs, ranks begin after what the current streams of the caller have queued, and all
-        that the ranks have queued has run. Calls by several threads come one after the other.
+        If a rank raises an error, that error is raised here; if several do, the first one by rank
+        that is not a `RankError`. On GPUs, ranks begin after the work that the caller has queued on
+        its current streams, and the call returns after all work that the ranks have queued. Calls
+        by several threads run one after the other. A RuntimeError says that the ranks are closed,
+        or that a rank itself makes the call.
         """
         if threading.get_ident() in self._workers:
             raise RuntimeError(f"{_NAME}: a rank has called all ranks, want calls from outside")
@@ -309,7 +311,7 @@ class Local:
 def local(
     size: int | None = None, *, devices: Sequence[int] | None = None, timeout: float = 60.0
 ) -> Local:
-    """Return ranks that are threads of this process, one a GPU or all on the CPU.
+    """Return ranks that are threads of this process, each with a GPU or all on the CPU.
 
     Parameters
     ----------

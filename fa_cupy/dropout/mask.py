@@ -29,22 +29,24 @@ def dropout_mask(
     Parameters
     ----------
     seed : int or array of one integer
-        One on a GPU, of 64 bits, is read there.
+        From 0 to 2**64 - 1. An array on a GPU is of int64 or uint64, and is read there.
     p : float
         The probability that a weight is dropped, from 0 to 1.
     shape : tuple of int
-        (..., Lq, Lk): that of the scores. Its axes before the last two are those of the output.
+        (..., Lq, Lk): that of the scores. The axes before the last two are the batch axes of the
+        output of `attention`.
     rows : slice, optional
     cols : slice, optional
-        Queries and keys whose decisions are wanted, in steps of 1; all of them by default.
+        The queries and the keys of a part of the weights, as slices of step 1; all of them by
+        default.
     as_bits : bool, optional
         Whether to return a `BitMask`, not an array.
 
     Returns
     -------
     array of bool or BitMask, shape (..., rows, cols)
-        True where a weight is kept. If `seed` is an array, of its kind and on its device, and else
-        a NumPy array.
+        True where a weight is kept. Of the library and on the device of `seed` if that is an array,
+        otherwise a NumPy array.
 
     Raises
     ------
@@ -60,8 +62,8 @@ def dropout_mask(
     A decision depends on the seed, the batch entry, the head, the query, the key and `p`, and on
     nothing else: not on lengths, devices, dtypes or other options. The random numbers are those of
     Philox-4x32-10 [1]_, and `p` is exact to 2**-41. In a call with offsets, queries and keys count
-    from the beginning of their sequence, and sequence s of batch entry b counts as batch entry ``b
-    * sequences + s``: the decisions are those of sequences that are padded to one length.
+    from the beginning of their sequence, and sequence s of batch entry b counts as batch entry
+    ``b * sequences + s``: the decisions are those of sequences that are padded to one length.
 
     References
     ----------
@@ -76,10 +78,10 @@ def dropout_mask(
     >>> round(float(kept.mean()), 2)
     0.75
 
-    Without the other weights, and with those that are kept four thirds as large, attention is
+    The output of `attention` is that of the kept weights alone, multiplied by 4 / 3:
 
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 8, 100, 16))
-    >>> weights = np.exp(0.25 * q @ k.mT)
+    >>> weights = np.exp(0.25 * q @ k.swapaxes(-1, -2))
     >>> weights /= weights.sum(-1, keepdims=True)
     >>> out = attention(q, k, v, dropout=0.25, seed=7)
     >>> bool(np.allclose(out, (weights * kept / 0.75) @ v))

@@ -2,7 +2,9 @@
 
 Importing this module imports jax; no other module of fa_cupy does. Calls on concrete arrays run on
 the device of the arrays. Under `jax.jit` and other transformations the arrays are traced, without
-numbers in them, and a callback is recorded, which computes on the CPU.
+numbers in them, and a callback is recorded, which computes on the CPU. Errors that are found only
+when it runs, such as offsets out of range, are then errors of JAX (`JaxRuntimeError`) that contain
+the message of the function.
 """
 
 from __future__ import annotations
@@ -67,18 +69,19 @@ def attention(
     Parameters
     ----------
     q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision
-        As in `fa_cupy.attention`. All arguments but the arrays are static under `jax.jit`.
+        As in `fa_cupy.attention`. All arguments but the arrays are static under `jax.jit`. `bias`
+        cannot be a sparse matrix here.
     score : Score, optional
         As in `fa_cupy.attention`. Its arrays may be traced: make it inside of the function that is
         transformed, from that function's arguments. Gradients flow to the arrays of floats for
-        which `fa_cupy.attention_backward` has them; for others they are a ValueError.
+        which `fa_cupy.attention_backward` computes them; for other arrays they are a ValueError.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
     k_lengths, page_table : jax.Array, optional
         As in `fa_cupy.attention`; `k_lengths` may also be an int. There are no gradients with a
         `page_table`.
     q_offsets, k_offsets : jax.Array, optional
-        As in `fa_cupy.attention`; they may be traced. A list of masks cannot go with them here.
+        As in `fa_cupy.attention`; they may be traced. `mask` cannot be a list here.
     dropout : float
         As in `fa_cupy.attention`.
     seed : int or jax.Array of one integer, optional
@@ -94,7 +97,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `fa_cupy.attention`; for gradients with `page_table`.
+        As for `fa_cupy.attention`; in the gradients, as for `fa_cupy.attention_backward`. A
+        NotImplementedError also for gradients with a `page_table`.
 
     See Also
     --------
@@ -182,8 +186,12 @@ def causal_product(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, NotImplementedError
         As for `fa_cupy.causal_product`.
+
+    See Also
+    --------
+    fa_cupy.causal_product_backward : computes the gradients; there are no second derivatives.
 
     Examples
     --------
@@ -302,8 +310,9 @@ def linear_attention(
 
     Notes
     -----
-    JAX computes the features in float32 (float64 for float64 arrays), `causal_product` the sums.
-    With offsets, `fa_cupy.linear_attention` computes all of it, but for the features of a callable.
+    JAX computes the features in float32 (float64 for float64 arrays), and `causal_product` the
+    sums. With offsets, `fa_cupy.linear_attention` computes everything except the features of a
+    callable.
 
     Examples
     --------
@@ -400,8 +409,7 @@ def non_local_means(
     Parameters
     ----------
     image, h, patch_size, patch_distance, sigma
-        As in `fa_cupy.non_local_means`. All other arguments are static under
-        `jax.jit`.
+        As in `fa_cupy.non_local_means`. All arguments but the image are static under `jax.jit`.
 
     Returns
     -------
@@ -415,8 +423,8 @@ def non_local_means(
 
     Notes
     -----
-    The gradient flows through the pixels that are averaged and through the weights. It is computed
-    in float64, and has no gradient of its own.
+    The gradient takes into account that both the averaged pixels and their weights depend on the
+    image. It is computed in float64. There are no second derivatives.
 
     Examples
     --------
@@ -460,8 +468,10 @@ def prefix_state(
 
     Notes
     -----
-    Without `q`, the sums are JAX's products, one between each two positions. With `q`, they are
-    the causal product of a sequence in which queries and keys stand in the order of positions.
+    Without `q`, JAX computes the sums, by one product between each two neighbouring positions; they
+    stay on the device under `jax.jit` too, and have second derivatives. With `q`, the result is
+    that of `causal_product` for a sequence in which queries and keys stand in the order of
+    positions.
 
     Examples
     --------
@@ -506,8 +516,9 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        As in `fa_cupy.scaled_dot_product_attention`. All arguments but the arrays are static under
-        `jax.jit`; an `attn_mask` of floats has a gradient too.
+        As in `fa_cupy.scaled_dot_product_attention`, but `attn_mask` cannot be a sparse matrix. All
+        arguments but the arrays are static under `jax.jit`; an `attn_mask` of floats has a gradient
+        too.
     seed : int or jax.Array of one integer, optional
         As in `attention`; PyTorch's function has no such argument.
 

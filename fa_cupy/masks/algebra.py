@@ -90,8 +90,8 @@ class Algebra:
         Returns
         -------
         int, or ndarray of int64
-            An array of the axes that are left, on the CPU. Without -1 and -2 among the axes it has
-            8 bytes for each pair of an entry.
+            An array of the axes that are left, on the CPU. If it has both the axis of queries and
+            that of keys, it takes 8 bytes for each pair.
 
         Raises
         ------
@@ -130,6 +130,20 @@ class Algebra:
         Returns
         -------
         bool, or ndarray of bool
+            An array of the axes that are left, on the CPU.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `sum` does.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> mask = BitMask(np.array([[True, True], [False, True], [False, False]]))
+        >>> mask.any(axis=-1), mask.all(axis=-1)
+        (array([ True,  True, False]), array([ True, False, False]))
         """
         found = self.sum(self._axes("any", axis, out), keepdims=keepdims)
         return found > 0
@@ -150,6 +164,16 @@ class Algebra:
         Returns
         -------
         bool, or ndarray of bool
+            An array of the axes that are left, on the CPU.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `sum` does.
+
+        See Also
+        --------
+        BitMask.any : has an example of both.
         """
         axes = self._axes("all", axis, out)
         return self.sum(axes, keepdims=keepdims) == math.prod(self.shape[i] for i in axes)

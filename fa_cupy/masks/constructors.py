@@ -99,7 +99,7 @@ class Sources:
         Raises
         ------
         TypeError, ValueError
-            If `indices` is not an array of integers below `k_len`.
+            If `indices` is not an array of integers below `k_len` with at least 2 axes.
 
         Examples
         --------
@@ -184,7 +184,7 @@ class Sources:
 
     @classmethod
     def from_edges(cls: type[Mask], src: Any, dst: Any, n: int | tuple[int, int]) -> Mask:
-        """Let the nodes of a graph see those from which an edge leads to them.
+        """Let each node of a graph see the nodes from which an edge leads to it.
 
         An edge from node ``src[e]`` to node ``dst[e]`` lets query ``dst[e]`` see key ``src[e]``: a
         node attends to those that send it messages. ``from_edges(*edge_index, n)`` takes the edges
@@ -451,9 +451,10 @@ class Sources:
             Shape of the mask: (..., Lq, Lk). A batch axis of size 1 broadcasts in `attention`.
         block_states : callable, optional
             ``block_states(*batch, q_begin, q_end, k_begin, k_end)`` is called first, once for each
-            row of blocks, with two ints and two arrays of ints; ends are not included. It returns
-            an array with ``BitMask.EMPTY``, ``BitMask.PARTIAL`` or ``BitMask.FULL`` for each block,
-            and `function` is called for the partial ones only; without it, for all blocks.
+            row of blocks: `q_begin` and `q_end` are ints, `k_begin` and `k_end` arrays with an int
+            for each block; ends are not included. It returns an array with ``BitMask.EMPTY``,
+            ``BitMask.PARTIAL`` or ``BitMask.FULL`` for each block, and `function` is called for the
+            partial ones only. Without `block_states` it is called for all blocks.
 
         Returns
         -------

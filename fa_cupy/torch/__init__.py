@@ -71,7 +71,8 @@ def attention(
     Parameters
     ----------
     q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision
-        As in `fa_cupy.attention`. `q`, `k`, `v`, `bias` and `sinks` may require gradients.
+        As in `fa_cupy.attention`. `q`, `k`, `v`, `bias` and `sinks` may require gradients. `bias`
+        cannot be a sparse matrix here.
     score : Score, optional
         As in `fa_cupy.attention`, with tensors as its arrays, which may require gradients too where
         `fa_cupy.attention_backward` can compute them.
@@ -81,8 +82,8 @@ def attention(
         As in `fa_cupy.attention`; `k_lengths` may also be an int. There are no gradients with a
         `page_table`.
     q_offsets, k_offsets : torch.Tensor, optional
-        As in `fa_cupy.attention`: tensors of int32 or int64, on the CPU or on the device of `q`. A
-        list of masks cannot go with them here.
+        As in `fa_cupy.attention`: tensors of int32 or int64, on the CPU or on the device of `q`.
+        `mask` cannot be a list here.
     dropout : float
         As in `fa_cupy.attention`.
     seed : int or torch.Tensor of one integer, optional
@@ -98,8 +99,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `fa_cupy.attention`; in the gradients, as for `fa_cupy.attention_backward`. For
-        `page_table` with tensors that require gradients.
+        As for `fa_cupy.attention`; in the gradients, as for `fa_cupy.attention_backward`. A
+        NotImplementedError also for `page_table` with tensors that require gradients.
 
     See Also
     --------
@@ -189,6 +190,10 @@ def causal_product(
         As for `fa_cupy.causal_product`; in the gradients, as for
         `fa_cupy.causal_product_backward`.
 
+    See Also
+    --------
+    fa_cupy.causal_product_backward : computes the gradients; there are no second derivatives.
+
     Examples
     --------
     >>> import torch
@@ -231,7 +236,7 @@ def kernel_regression(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, NotImplementedError
         As for `fa_cupy.kernel_regression`.
 
     Warns
@@ -308,9 +313,10 @@ def linear_attention(
 
     Notes
     -----
-    PyTorch computes the features in float32 (float64 for float64 tensors), `causal_product` the
-    sums. The gradients need memory for both. With offsets, `fa_cupy.linear_attention` computes all
-    of it, but for the features of a callable.
+    PyTorch computes the features in float32 (float64 for float64 tensors), and `causal_product` the
+    sums. The gradients need memory for both. With offsets, `fa_cupy.linear_attention` computes
+    everything except the features of a callable. There are second derivatives only with
+    ``is_causal=False`` and without offsets.
 
     Examples
     --------
@@ -418,13 +424,13 @@ def non_local_means(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, NotImplementedError
         As for `fa_cupy.non_local_means`.
 
     Notes
     -----
-    The gradient flows through the pixels that are averaged and through the weights. It is computed
-    in float64, and has no gradient of its own.
+    The gradient takes into account that both the averaged pixels and their weights depend on the
+    image. It is computed in float64. There are no second derivatives.
 
     Examples
     --------
@@ -470,8 +476,9 @@ def prefix_state(
 
     Notes
     -----
-    Without `q`, the sums are PyTorch's products, one between each two positions. With `q`, they are
-    the causal product of a sequence in which queries and keys stand in the order of positions.
+    Without `q`, PyTorch computes the sums, by one product between each two neighbouring positions;
+    there are second derivatives. With `q`, the result is that of `causal_product` for a sequence in
+    which queries and keys stand in the order of positions.
 
     Examples
     --------
@@ -521,8 +528,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        As in `fa_cupy.scaled_dot_product_attention`. The three tensors may require gradients, and
-        so may an `attn_mask` of floats.
+        As in `fa_cupy.scaled_dot_product_attention`, but `attn_mask` cannot be a sparse matrix. The
+        three tensors may require gradients, and so may an `attn_mask` of floats.
     seed : int or torch.Tensor of one integer, optional
         As in `attention`; PyTorch's function has no such argument.
 

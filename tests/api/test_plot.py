@@ -81,6 +81,32 @@ def test_images_are_shown_or_written(tmp_path):
     assert plt.get_fignums() == []  # a file needs no window
 
 
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        (((3,),), r"'0' has shape \(3,\), want \(height, width\) or \(height, width, 3\)"),
+        (((4, 5), (4, 5, 2)), r"'1' has shape \(4, 5, 2\), want \(4, 5\) or \(4, 5, 3\)"),
+        (((4, 5), (5, 4)), r"'1' has shape \(5, 4\), want \(4, 5\) or \(4, 5, 3\)"),
+        (((4, 5, 3, 1),), r"'0' has shape \(4, 5, 3, 1\), want \(4, 5\) or \(4, 5, 3\)"),
+    ],
+)
+def test_images_have_one_size(shapes, text):
+    with pytest.raises(ValueError, match=f"plot.images: image {text}"):
+        plot.images({str(i): np.zeros(shape) for i, shape in enumerate(shapes)})
+    assert plt.get_fignums() == []
+
+
+def test_weights_have_the_options_that_they_document():
+    for name in ("return_lse", "out", "score", "dropout"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            plot.weights(3, 4, **{name: None})
+    mask = np.array([True, True, False, True])
+    ax = plot.weights(3, 4, mask=mask, window=(1, None), is_causal=True, causal_align="top_left")
+    shown = ax.collections[0].get_array()
+    want = np.tril(np.ones((3, 4), bool)) & ~np.tril(np.ones((3, 4), bool), -2) & mask
+    assert (np.ma.getmaskarray(shown) == ~want).all()
+
+
 def test_examples_of_plot():
     results = doctest.testmod(plot)
     assert results.attempted > 0
