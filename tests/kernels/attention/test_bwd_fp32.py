@@ -396,7 +396,7 @@ BUGS = {
         "dkdv", "at.tile >= work.full_begin && at.tile < work.full_end,", "true,",
     ),
     "lost digits of scores are not looked for": (
-        "dq", "if (product(kOwnLimit, kOtherLimit) > 1.0f) s[m][j][e] = FA_NAN;", "",
+        "dq", "if (lost > 1.0f) {", "if (false) {",
     ),
     "lost digits of dP are not looked for": (
         "dq", "if (factor * factor > fabsf(dp[m][j][e])) dp[m][j][e] = FA_NAN;", "",

@@ -273,13 +273,16 @@ BUGS = {
         "dkdv", "multiply_parts<1 - kFirst, kFirst>(x, a, b, true);", "",
     ),
     "low parts of keys come first in one of the kernels": ("dkdv", "kOwnKeys ? 0 : 1", "1"),
-    "low parts keep their factor": ("dq", "*= kLowInverse;", "*= 1.0f;"),
+    "low parts keep their factor": (
+        "dq", "x[0][e / 4][e % 4] *= kLowInverse;", "x[0][e / 4][e % 4] *= 1.0f;",
+    ),
     "a low part of a weight is left out": ("dkdv", "part == 0 ? two.low", "part == 0 ? 0"),
     "high parts meet low ones as they are": (
-        "dq", "part == 1 ? x.smaller[j][r % 2] : two.high", "two.high",
+        "dq", "part == 1 && !kMixed ? x.smaller[j][r % 2] : two.high", "two.high",
     ),
     "a product is touched while it is computed": (
-        "dq", "wgmma_wait_group<0>(); add_columns", "add_columns",
+        "dq", "start_product(product, p, tile, part); wgmma_wait_group<0>();",
+        "start_product(product, p, tile, part);",
     ),
     "rows of the second warpgroup are those of the first": (
         "dq", "tid_x_again() / 128 * (8 * kEightRowsBytes)", "0",

@@ -363,7 +363,7 @@ BUGS = {
         "dkdv", "at.tile = next_tile<kOtherRows>(params.mask, row, at.tile, work.end);", ";",
     ),
     "a mask counts for nothing where rows are computed again": (
-        "dq", "if (!mask_leaves(params, entry, query, key)) return {false, 0.0, 0.0};", "",
+        "dq", "if (!mask_leaves(params, entry, query, key)) return {-FA_INFINITY, 0.0};", "",
     ),
     "rows are not computed again": ("dkdv", *NOT_AGAIN),
     "hidden pairs count in rows that are computed again": (

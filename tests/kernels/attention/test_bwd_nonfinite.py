@@ -187,10 +187,8 @@ BUGS = {
         "if (0) flag_nonfinite_keys_64(",
     ),
     "dK is not looked at": (
-        "bwd_sm90", 64, "write_dkdv(dk, c, tiles, 1, c.params.common.scale, c.work.has_no_query, "
-        "nonfinite_probe);",
-        "NonfiniteProbe none; "
-        "write_dkdv(dk, c, tiles, 1, c.params.common.scale, c.work.has_no_query, none);",
+        "bwd_sm90", 64, "write_dkdv(dk, c, tiles, 1, scale, c.work.has_no_query, nonfinite_probe);",
+        "NonfiniteProbe none; write_dkdv(dk, c, tiles, 1, scale, c.work.has_no_query, none);",
     ),
     "sums of dQ are not looked at": (
         "bwd_convert_dq", 64, "if (nonfinite_probe.found()) {", "if (false) {",

@@ -346,8 +346,9 @@ BUGS = {
     "words of other rows": (SPARSE, ("(c.shared.work.q_begin % kMaskBlock / 16 + c.warp)", "0")),
     "tiles of a block are all its first": (SPARSE_128, ("listed.in_block;\n    }", "0;\n    }")),
     "V of another entry": (
-        D64, ("params.v + element_of_entry(p, shared.work.batch, params.v_batch)",
-              "params.v + element_of_entry(p, shared.work.batch, params.k_batch)"), NOT_AGAIN,
+        D64, ("KVTile* v = params.v + element_of_entry(p, shared.work.batch, params.v_batch)",
+              "KVTile* v = params.v + element_of_entry(p, shared.work.batch, params.k_batch)"),
+        NOT_AGAIN,
     ),
     "rows that lose digits are not computed again": (
         D64, ("kParts == 2 ? 40 :", "kParts == 2 ? 55 :"),
