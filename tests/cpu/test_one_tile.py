@@ -97,7 +97,7 @@ WRONG = {
     "NaN of a query": ("q", np.nan),
     "infinite key": ("k", np.inf),
     "NaN of a value": ("v", np.nan),
-    "products that overflow": ("q", 3e38),
+    "products that overflow": ("q", 1e37),
 }
 
 
