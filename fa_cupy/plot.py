@@ -142,12 +142,14 @@ def weights(
     """
     for arg, length in (("q_len", q_len), ("k_len", k_len)):
         checks.whole("plot.weights", arg, length)
-    own = ax is None
-    ax = _figure(0.4 * k_len + 1.8, 0.4 * q_len + 0.8).subplots() if own else ax
     q, k, v = np.zeros((q_len, 1)), np.zeros((k_len, 1)), np.eye(k_len)
     seen = attention(
         q, k, v, bias, mask, is_causal=is_causal, causal_align=causal_align, window=window
     )
+    if seen.ndim > 2:
+        raise ValueError("plot.weights: bias or mask has batch axes, want shape (q_len, k_len)")
+    own = ax is None
+    ax = _figure(0.4 * k_len + 1.8, 0.4 * q_len + 0.8).subplots() if own else ax
     largest = seen.max(axis=-1, keepdims=True, initial=0.0)
     shade = np.divide(seen, largest, out=np.zeros_like(seen), where=largest > 0)
     ax.set_facecolor("#f1f3f5")

@@ -100,6 +100,9 @@ def test_weights_have_the_options_that_they_document():
     for name in ("return_lse", "out", "score", "dropout"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             plot.weights(3, 4, **{name: None})
+    with pytest.raises(ValueError, match="bias or mask has batch axes"):
+        plot.weights(3, 4, mask=np.ones((2, 3, 4), bool))
+    assert plt.get_fignums() == []
     mask = np.array([True, True, False, True])
     ax = plot.weights(3, 4, mask=mask, window=(1, None), is_causal=True, causal_align="top_left")
     shown = ax.collections[0].get_array()
