@@ -67,6 +67,11 @@ def when(dates, newest, versions):
     return f"Measured {span}. Versions on {newest[:10]}: {versions}."
 
 
+def versions_of(header):
+    """The versions of libraries in a run, as `when` takes them."""
+    return ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
+
+
 def speeds(wanted, picture):
     """Each device's pictures and the tables of its families that are `wanted`; "" for none.
 
@@ -78,7 +83,7 @@ def speeds(wanted, picture):
         if not families:
             continue
         name = header.get("cpu", header["device"])
-        versions = ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
+        versions = versions_of(header)
         dates = [row["date"] for row in rows if row["family"] in families and "date" in row]
         parts.append(f".. rubric:: {name}\n\n{when(dates, header['date'], versions)}\n")
         for path in sorted(STATIC.glob(f"bench-{slug}{picture}.png")):
@@ -179,23 +184,25 @@ def ring():
     parts = []
     for path in sorted(RESULTS.glob("ring-*.json"), reverse=True):
         header, rows = store.load(path)
-        of_one = {row["case"]: row for row in rows if row["impl"] == "1 GPU"}
+        of_one = {
+            row["case"]: f"{milliseconds(row['ms'])} ms" for row in rows if row["impl"] == "1 GPU"
+        }
         found = {(row["case"], row["impl"]): row for row in rows}
         sizes = sorted({int(impl.split()[0]) for _, impl in found} - {1})
         for size in sizes:
             both = [f"{size} GPUs {way}" for way in ("ring", "heads")]
             attention = [
-                (ring_case(case), milliseconds(one), *(ring_cell(found[case, x]) for x in both))
+                (ring_case(case), one, *(ring_cell(found[case, x]) for x in both))
                 for case, one in of_one.items()
                 if all((case, x) in found for x in both)
             ]
             products = [
-                (ring_case(case), milliseconds(one), ring_cell(found[case, f"{size} GPUs scan"]))
+                (ring_case(case), one, ring_cell(found[case, f"{size} GPUs scan"]))
                 for case, one in of_one.items()
                 if (case, f"{size} GPUs scan") in found
             ]
             dates = [row["date"] for row in rows if row["impl"].startswith(f"{size} GPUs")]
-            versions = ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
+            versions = versions_of(header)
             parts.append(f".. rubric:: {size} x {header['device']}\n")
             parts.append(f"{when(dates, header['date'], versions)}\n")
             if attention:
@@ -215,15 +222,15 @@ def ring_case(name):
     return f"{shown}, {words}" if kind == "product" else f"{shown}, {kind}, {words}"
 
 
-def milliseconds(row):
-    """The time of a row, with three digits."""
-    return f"{row['ms']:,.0f} ms" if row["ms"] >= 100 else f"{row['ms']:.3g} ms"
+def milliseconds(time):
+    """A time with three digits."""
+    return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
 
 
 def ring_cell(row):
     """A time, how many times as fast as one GPU, and the time by the model if there is one."""
-    model = f" ({milliseconds({'ms': row['model_ms']})[:-3]})" if "model_ms" in row else ""
-    return f"{milliseconds(row)}, {row['speedup']:.2f} x{model}"
+    model = f" ({milliseconds(row['model_ms'])})" if "model_ms" in row else ""
+    return f"{milliseconds(row['ms'])} ms, {row['speedup']:.2f} x{model}"
 
 
 def split_products():
@@ -280,7 +287,7 @@ def cpu_small():
             continue
         name = header.get("cpu", header["device"])
         newest = max(rows, key=lambda row: row["date"])
-        versions = ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
+        versions = versions_of(header)
         parts.append(
             f".. rubric:: {name}, {header['cores']} cores\n\n"
             f"Measured on {newest['date'][:10]} with {versions}. OpenBLAS ran its kernels for "

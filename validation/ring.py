@@ -154,9 +154,9 @@ class Timed(NamedTuple):
     Attributes
     ----------
     seconds : float
-        The median of three samples, or that of the only call.
+        The median of the samples.
     first, last : tuple of array
-        The results of two calls, or of the only one.
+        The results of the first call, which is not timed, and of the last one.
     """
 
     seconds: float
