@@ -184,22 +184,20 @@ def ring():
     parts = []
     for path in sorted(RESULTS.glob("ring-*.json"), reverse=True):
         header, rows = store.load(path)
-        of_one = {
-            row["case"]: f"{milliseconds(row['ms'])} ms" for row in rows if row["impl"] == "1 GPU"
-        }
+        cases = dict.fromkeys(row["case"] for row in rows)
         found = {(row["case"], row["impl"]): row for row in rows}
         sizes = sorted({int(impl.split()[0]) for _, impl in found} - {1})
         for size in sizes:
             both = [f"{size} GPUs {way}" for way in ("ring", "heads")]
             attention = [
-                (ring_case(case), one, *(ring_cell(found[case, x]) for x in both))
-                for case, one in of_one.items()
-                if all((case, x) in found for x in both)
+                (ring_case(case), one_gpu(pair[0]), *map(ring_cell, pair))
+                for case in cases
+                if None not in (pair := [found.get((case, x)) for x in both])
             ]
             products = [
-                (ring_case(case), one, ring_cell(found[case, f"{size} GPUs scan"]))
-                for case, one in of_one.items()
-                if (case, f"{size} GPUs scan") in found
+                (ring_case(case), one_gpu(row), ring_cell(row))
+                for case in cases
+                if (row := found.get((case, f"{size} GPUs scan"))) is not None
             ]
             dates = [row["date"] for row in rows if row["impl"].startswith(f"{size} GPUs")]
             versions = versions_of(header)
@@ -225,6 +223,11 @@ def ring_case(name):
 def milliseconds(time):
     """A time with three digits."""
     return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
+
+
+def one_gpu(row):
+    """The time of one GPU in the run of a row of several, another than that of other rows."""
+    return f"{milliseconds(row['ms'] * row['speedup'])} ms"
 
 
 def ring_cell(row):

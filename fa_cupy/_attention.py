@@ -85,7 +85,8 @@ def attention(
         `BitMask` or a sparse matrix for each sequence, of the lengths of that sequence. With
         `k_lengths` or `page_table` it has to be an array of bool.
     scale : float, optional
-        Any finite factor; ``D ** -0.5`` by default.
+        Any finite factor; ``D ** -0.5`` by default. Unless q has float64, one beyond the largest
+        number of float32 counts as that number.
     is_causal : bool
         Whether a query sees only the keys up to its own position.
     causal_align : {"top_left", "bottom_right"}, optional
@@ -100,7 +101,8 @@ def attention(
         Attention sinks [4]_: one more score for each query, which takes part in the softmax and has
         no value, so that the weights of the keys sum to less than 1. It is neither scaled, capped
         nor masked, and no `score` is evaluated for it; a sink of -inf has no effect. Any of the
-        four dtypes; of shape (heads, 1) for one number a head.
+        four dtypes; of shape (heads, 1) for one number a head. Unless q has float64, a sink beyond
+        the largest number of float32 counts as infinite; one of +inf makes its row NaN.
     precision : {None, "tf32"}
         "tf32" lets a GPU compute products of float32 arrays in TensorFloat-32, with about 3
         decimal digits. It has no effect on other arrays.

@@ -99,6 +99,7 @@ def merge(parts: Sequence[Part]) -> Part:
     return merged
 
 
+@np.errstate(all="ignore")
 def finish(
     parts: Sequence[Part],
     sinks: Array | None,

@@ -17,6 +17,7 @@ from fa_cupy.core.attention_problem import Problem, View, batch_view, sum_dtype
 from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.score import tree
 from fa_cupy.score.program import Operands
+from fa_cupy.tiled.softcap import in_range
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -250,6 +251,7 @@ def backward(
     return by_parts(backend, problem, inputs, results, need, sinks, score, found, own)
 
 
+@np.errstate(all="ignore")
 def by_parts(
     backend: Backend,
     problem: Problem,
@@ -332,8 +334,10 @@ class _Sums:
         """Return an argument: in the dtype of sums, if its gradient is to be one."""
         if x is None or name not in self.found or name in self._own or x.dtype == self._dtype:
             return x
-        found = self._backend.xp.empty(x.shape, self._dtype)
-        self._backend.copy(found, x)
+        xp = self._backend.xp
+        found = xp.empty(x.shape, self._dtype)
+        wide = name == "bias" and x.dtype.itemsize > self._dtype.itemsize
+        self._backend.copy(found, in_range(xp, x, self._dtype) if wide else x)
         return found
 
     def read_score(self, score: Operands | None) -> Operands | None:

@@ -52,6 +52,17 @@ def attention_calls(kind, dtype):
 
         yield attention
     yield lambda: (fa_cupy.scaled_dot_product_attention(q, k, v),)
+    wide = np.random.default_rng(2).choice([0.0, 1e-300, 1e300, -1e300, np.inf], (2, 1))
+    parts = {"q_offsets": [0, shape[0]], "k_offsets": [0, shape[1]]}
+    for keys in (parts, {"k_lengths": shape[1] // 2}):
+        options = {name: np.array(x) for name, x in keys.items()}
+        options |= {"bias": wide[..., None], "sinks": wide}
+
+        def of_parts(options=options):
+            out, lse = fa_cupy.attention(q, k, v, return_lse=True, **options)
+            return out, lse, *fa_cupy.attention_backward(dout, q, k, v, out, lse, **options)
+
+        yield of_parts
 
 
 def product_calls(kind, dtype):

@@ -309,6 +309,25 @@ def test_a_bias_that_float32_cannot_hold_stays_finite(xp, lengths, far):
         np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("far", [np.finfo(np.float64).min, -1e300, 1e300])
+@pytest.mark.parametrize("keys", [{"q_offsets": [0, 2, 6]}, {"k_lengths": [4, 3]}], ids=str)
+def test_a_shared_bias_that_float32_cannot_hold(xp, keys, far):
+    """Its gradient sums what sequences add, or entries: it is read in float32 for that."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, 2, 6, 8)).astype(np.float32) for _ in range(4)]
+    bias = rng.standard_normal((1, 6))
+    bias[:, 1::3] = far
+    keys = {name: np.array(x, np.int32) for name, x in keys.items()}
+    q, k, v, dout, on_xp = map(xp.asarray, (*arrays, bias))
+    given = {name: xp.asarray(x) for name, x in keys.items()}
+    out, lse = attention(q, k, v, on_xp, return_lse=True, **given)
+    found = attention_backward(dout, q, k, v, out, lse, on_xp, **given)
+    *inputs, dout = arrays
+    wanted = reference.attention_backward(dout, *inputs, bias, **keys)
+    for x, want in zip(found, wanted, strict=False):
+        np.testing.assert_allclose(to_numpy(x), want, rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_of_the_largest_scale():
     x = np.random.default_rng(0).standard_normal((2, 4)) * 1e-3
     out, lse = attention(x, x, x, return_lse=True, scale=1e308)

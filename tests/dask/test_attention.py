@@ -117,6 +117,16 @@ def test_heads_share_keys_however_they_are_chunked():
     assert out.chunks[1] == (2, 1, 1, 2, 6)  # head 3 is one of a pair, and both of a group of 6
 
 
+def test_sinks_that_float32_cannot_hold():
+    """They are rounded without a word, whatever the caller has NumPy do about that."""
+    q, k, v = (da.from_array(x, chunks=3) for x in np.ones((3, 1, 5, 4), np.float32))
+    with np.errstate(all="raise"):
+        for sink in (1e-300, -1e300):
+            out = on_dask.attention(q, k, v, sinks=np.full((1, 1), sink))
+            want = attention(*np.ones((3, 1, 5, 4), np.float32), sinks=np.full((1, 1), sink))
+            np.testing.assert_allclose(out.compute(scheduler="synchronous"), want, rtol=1e-6)
+
+
 @pytest.mark.parametrize(**by_dtype(*DTYPES[2:]))
 def test_sinks_count_once_and_alone(dtype):
     q, k, v = (rng.standard_normal((2, n, 4)).astype(dtype) for n in (9, 6, 6))
