@@ -64,6 +64,10 @@ static_assert(!kStageBias || (kBiasAxes == kBiasOfPair && kBiasKind != kFloat64 
 // which whoever waits for its turn waits for.
 constexpr uint64 kDqAccumPolicy = kSparse ? kEvictLast : kEvictNormal;
 constexpr uint64 kTilePolicy = kSparse ? kEvictFirst : kEvictNormal;
+// Query tiles of a long entry, on which blocks would spread over more than the cache holds, and how
+// many a block has left when it is nearly done (wait_for_wave_before).
+constexpr bool kSpreadIsLimited = !kSparse && !FA_PACKED;
+constexpr int kLongQueryTiles = FA_LONG_ROWS / kTileM, kNearlyDoneTiles = kLongQueryTiles / 32;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
@@ -161,6 +165,26 @@ FA_DEVICE int first_turn(const AttentionParams& p, int query_tile) {
 #endif
 }
 
+// Without a band, blocks at work on an entry begin together, as a wave, and a slow one stays behind
+// for good.  On a long entry the next waves would spread over all of its queries, and what a block
+// reads and adds to would have left the cache.  So the first block of a wave begins when those
+// before it are nearly done; the others come after it anyway.  They have begun: none waits forever.
+FA_DEVICE void wait_for_wave_before(const BwdSm90Params& params, const WorkTile& work) {
+  const AttentionParams& p = params.common;
+  const bool sees_all = work.end - work.begin == p.q_tiles;
+  if (!sees_all || p.q_tiles * params.group < kLongQueryTiles) return;
+  const int number = kReverseKvOrder ? params.k_tiles - 1 - work.tile : work.tile;
+  const int wave = max(1, static_cast<int>(gridDim.x) / params.entries_per_l2_group);
+  if (number == 0 || number % wave != 0) return;
+  const int left = min(kNearlyDoneTiles, p.q_tiles - 1);
+  const int tile = kReverseKvOrder ? work.end - 1 - left : work.begin + left;
+  const uint32 query_tile = (work.entry + params.group - 1) * p.q_tiles + tile;
+  const int first = first_turn(p, tile);
+  const uint32 semaphore_value = kReverseKvOrder ? first - work.tile : work.tile - first;
+  while (ld_acquire_gpu_u32(params.dq_semaphore + query_tile) != semaphore_value) {
+  }
+}
+
 // Adds tiles of dQ to dq_accum, and stores rows of dV and dK: those of both warpgroups that pass
 // through staging buffers.  A tile takes a while from its turn to the next one's, longer than its
 // bytes are in a buffer: a tile for each of these threads is on its way.
@@ -193,6 +217,7 @@ FA_DEVICE void store_gradients(const BwdSm90Params& params, SharedStorage& share
   };
   for_each_work_tile(shared.work, shared.work_full, shared.work_empty, [&](const WorkTile& work) {
     MaskCursor& cursor = cursor_of(shared, kLoadThreads + thread);
+    if constexpr (kSpreadIsLimited) wait_for_wave_before(params, work);
     for_each_query_tile<kReverseKvOrder, kTileM, kTileN>(
         params, work, cursor, [&](QueryTileStep step) {
           if (!owns_result()) return;

@@ -200,7 +200,7 @@ def separated(
     """
     given, host = {}, {}
     for arg, x in places.items():
-        if arg == "k_lengths" and isinstance(x, (int, np.integer)):
+        if arg == "k_lengths" and checks.is_int(x):
             if isinstance(x, bool) or abs(int(x)) > np.iinfo(np.int64).max:
                 error = TypeError if isinstance(x, bool) else ValueError
                 raise error(f"{name}: {arg} is {checks.show(x)}, want an int of 64 bits")

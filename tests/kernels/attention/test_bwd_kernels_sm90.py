@@ -113,6 +113,22 @@ def test_the_schedule_does_not_show(dim, causal):
     assert len(found) == 1
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize("dim", only((64, 96, 128), 128))
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_on_a_long_entry_wait_for_those_before(dim, causal, monkeypatch):
+    """Nobody waits forever, and the bits are those of blocks that do not wait."""
+    options = {"is_causal": True, "causal_align": BOTTOM} if causal else {}
+    for heads in ((2, 2), (3, 1)):
+        call = case("bfloat16", heads, (200, 520), (dim, dim), **options)
+        want = [x.tobytes() for x in solve(call)]
+        with monkeypatch.context() as patched:
+            patched.setattr(bwd_sm90.BwdSm90, "rows_of_l2_group", 128)
+            for seed, (blocks, together) in enumerate([(1, 1), (2, 2), (4, 4), (6, 2)]):
+                found = solve(call, seed=seed, blocks=blocks, together=together)
+                assert [x.tobytes() for x in found] == want
+
+
 @pytest.mark.long
 @pytest.mark.emulator
 def test_sums_of_tensor_cores_that_truncate():

@@ -41,9 +41,11 @@ class BwdSm90(BackwardSm90):
         the tile before during its exponentials, and the scheduler starts with the first block.
     """
 
-    # Full, 16 heads of 128 dims, TFLOP/s by entries of a group (16, 8, 4, 2, 1): 32,768 tokens 551,
-    # 561, 580, 587, 546; 65,536 425, 554, 557, 580, 576; 131,072 384, 417, 497, 534. Causal 262,144
-    # (16, 4, 2) 381, 556, 556; 16,384 (16, 8, 4) 599, 600, 542.
+    # On entries that are as long as a group may be, the kernel limits the spread too. Without that,
+    # full, 16 heads of 128 dims, TFLOP/s by entries of a group (16, 8, 4, 2, 1): 32,768 tokens 551,
+    # 561, 580, 587, 546; 65,536 425, 554, 557, 580, 576; 131,072 384, 417, 497, 534, with the limit
+    # 534, 551, 556 for 8, 4, 2. Causal 262,144 (16, 4, 2) 381, 556, 556; 16,384 (16, 8, 4) 599,
+    # 600, 542.
     rows_of_l2_group: ClassVar[int] = 1 << 17
     dout_stages: int
     staging_stages: int
@@ -89,6 +91,7 @@ class BwdSm90(BackwardSm90):
             ("FA_STAGING_STAGES", self.staging_stages),
             ("FA_STORE_THREADS", self.store_threads),
             ("FA_DEFER_DQ", int(self.defer_dq)),
+            ("FA_LONG_ROWS", self.rows_of_l2_group),
             *((("FA_STAGE_BIAS", 1),) if self.score and self.bias_bytes else ()),
         )
 

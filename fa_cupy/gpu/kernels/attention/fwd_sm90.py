@@ -55,10 +55,10 @@ _BOX = 64  # rows and columns of a box of Q or of the output: 128 bytes are a sw
 # with 16), more than 32 first load much and then compute much (hd128 at 512: 388 with 32, 376 with
 # 64).
 _L2_GROUP_ENTRIES = (16, 32)
-# Queries of an L2 group at most. Causal, 16 heads of 128 dims, TFLOP/s by entries of a group (16, 8,
-# 4, 2, 1): 16,384 tokens 772, 786, 790, 758, 735; 65,536 688, 693, 705, 720, 724; 262,144 531, 648,
-# 694, 695, 697. Blocks at work on a long entry spread over its keys in time; the fewer entries share
-# the blocks, the sooner the next one reads what one has read, while it is still in the cache.
+# Queries of an L2 group at most. Causal, 16 heads of 128 dims, TFLOP/s by entries of a group (16,
+# 8, 4, 2, 1): 16,384 tokens 772, 786, 790, 758, 735; 65,536 688, 693, 705, 720, 724; 262,144 531,
+# 648, 694, 695, 697. Blocks at work on a long entry spread over its keys in time; the fewer entries
+# share the blocks, the sooner the next one reads what one has read, while it is in the cache.
 _L2_GROUP_QUERIES = 1 << 20
 # Of packed sequences an entry has all of them. Causal, 16 sequences of 1,024 tokens, 16 heads of
 # head_dim 128, us on an H100: 143 with 1 or 2, 160 with 4, 229 with 8; eight of 512 to 8,192 tokens
