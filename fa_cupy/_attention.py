@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fa_cupy._bitmask import BitMask
 from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
@@ -351,10 +352,7 @@ def scaled_dot_product_attention(
     attention_problem.torch_options(name, attn_mask, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
     if is_sparse(attn_mask) and not is_mask:
-        raise TypeError(
-            f"{name}: attn_mask is a sparse matrix of {attn_mask.dtype}, want bool (cast it: "
-            "attn_mask != 0), or attention(..., bias=attn_mask)"
-        )
+        raise _is_no_bool(name, attn_mask, ", or attention(..., bias=attn_mask)")
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
     return _solve(
         name,
@@ -368,6 +366,22 @@ def scaled_dot_product_attention(
         window=None,
         softcap=0.0,
         precision=None,
+    )
+
+
+def bits_of_sparse(name: str, attn_mask: Any) -> Any:
+    """Return `attn_mask`, as a BitMask if it is a sparse matrix, which must be of bool."""
+    if not is_sparse(attn_mask):
+        return attn_mask
+    if attn_mask.dtype != np.bool_:
+        raise _is_no_bool(name, attn_mask)
+    return BitMask.from_csr(attn_mask)
+
+
+def _is_no_bool(name: str, attn_mask: Any, or_else: str = "") -> TypeError:
+    return TypeError(
+        f"{name}: attn_mask is a sparse matrix of {attn_mask.dtype}, want bool (cast it: "
+        f"attn_mask != 0){or_else}"
     )
 
 

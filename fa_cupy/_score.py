@@ -185,7 +185,7 @@ def arrays_of(name: str, score: Any) -> dict[str, Any]:
     if score is None:
         return {}
     if not isinstance(score, Score):
-        raise TypeError(f"{name}: score is {checks.show(score)}, want a Score or None")
+        raise TypeError(f"{name}: score is {checks.show(score)}, want a Score")
     return {f"score.{arg}": score._values[arg] for arg in score.operands}
 
 
@@ -217,7 +217,7 @@ def _argument(name: str, value: Any) -> tuple[Any, str, int]:
     """Return an argument with its dtype ("number" of a float, "literal" of an int) and axes."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"Score: {name} is {checks.show(value)}, want an array or a number")
-    if isinstance(value, (int, np.integer)):
+    if checks.is_int(value):
         if abs(int(value)) > _MOST_INT:
             raise ValueError(f"Score: {name} is {value}, want an int of 32 bits, or a float")
         return int(value), "literal", 0

@@ -116,10 +116,16 @@ class Accumulator(NamedTuple):
 
         Returns
         -------
-        row, column : int or array of int
+        row, column : int or array of int64
+
+        Raises
+        ------
+        TypeError
+            For indices that are no integers.
         """
+        thread, register = _indices("element", thread=thread, register=register)
         warp, lane = np.divmod(thread, 32)
-        v, i, j = np.asarray(register) // 4, np.asarray(register) // 2 % 2, np.asarray(register) % 2
+        v, i, j = register // 4, register // 2 % 2, register % 2
         return SLAB * warp + lane // 4 + 8 * i, 8 * v + 2 * (lane % 4) + j
 
     def holder(self, row: Any, col: Any) -> tuple[Any, Any]:
@@ -134,8 +140,14 @@ class Accumulator(NamedTuple):
 
         Returns
         -------
-        thread, register : int or array of int
+        thread, register : int or array of int64
+
+        Raises
+        ------
+        TypeError
+            For indices that are no integers.
         """
+        row, col = _indices("holder", row=row, col=col)
         warp, below = np.divmod(row, SLAB)
         v, across = np.divmod(col, 8)
         thread = 32 * warp + 4 * (below % 8) + across // 2
@@ -152,12 +164,17 @@ class Accumulator(NamedTuple):
 
         Returns
         -------
-        block : int or array of int
+        block : int or array of int64
             Index of the block of 128 columns.
-        i : int or array of int
+        i : int or array of int64
             Index of the word among the lane's two words in that block.
-        bit : int or array of int
+        bit : int or array of int64
             Index of the bit in that word.
+
+        Raises
+        ------
+        TypeError
+            For registers that are no integers.
 
         Examples
         --------
@@ -168,7 +185,7 @@ class Accumulator(NamedTuple):
         >>> bool((block == 0).all()), int(bit.min()), int(bit.max())
         (True, 16, 31)
         """
-        register = np.asarray(register)
+        (register,) = _indices("mask_bit", register=register)
         block, v = np.divmod(first_col // 8 + register // 4, BLOCK // 8)
         return block, register // 2 % 2, 2 * v + register % 2
 
@@ -228,10 +245,15 @@ def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
 
     Returns
     -------
-    word : int or array of int
+    word : int or array of int64
         Index among the 512 words of the block, in C order.
-    bit : int or array of int
+    bit : int or array of int64
         Index of the bit in that word; 0 is the lowest.
+
+    Raises
+    ------
+    TypeError
+        For indices that are no integers.
 
     Examples
     --------
@@ -239,6 +261,7 @@ def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
     >>> [int(x) for x in layouts.fragment_address(9, 10)]  # slab 0, lane 5, its second row
     [11, 2]
     """
+    row, col = _indices("fragment_address", row=row, col=col)
     lane, register = mma(BLOCK).holder(row % SLAB, col)
     _, i, bit = mma(BLOCK).mask_bit(register)
     return 64 * (row // SLAB) + 2 * lane + i, bit
@@ -253,7 +276,12 @@ def row_major_address(row: Any, col: Any) -> tuple[Any, Any]:
 
     Returns
     -------
-    word, bit : int or array of int
+    word, bit : int or array of int64
+        As for `fragment_address`.
+
+    Raises
+    ------
+    TypeError
         As for `fragment_address`.
 
     Examples
@@ -262,6 +290,7 @@ def row_major_address(row: Any, col: Any) -> tuple[Any, Any]:
     >>> layouts.row_major_address(9, 40)
     (37, 8)
     """
+    row, col = _indices("row_major_address", row=row, col=col)
     return row * (BLOCK // WORD_BITS) + col // WORD_BITS, col % WORD_BITS
 
 
@@ -374,6 +403,25 @@ def row_bytes(words: Any) -> Any:
         np.left_shift(rows, np.uint64(2), out=rows)
         np.bitwise_or(rows, spread[word], out=rows)
     return rows.view(np.uint8).reshape(count, slabs * SLAB, BLOCK // 8)
+
+
+def _indices(name: str, **given: Any) -> list[Any]:
+    """Return indices by argument: ints as they are, arrays as those of int64, so that none wraps.
+
+    Raises
+    ------
+    TypeError
+        For what is neither.
+    """
+    found = []
+    for arg, index in given.items():
+        if not isinstance(index, int):
+            array = index if hasattr(index, "astype") else np.asarray(index)
+            if array.dtype.kind not in "iu":
+                raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want integers")
+            index = array.astype(np.int64, copy=False)
+        found.append(index)
+    return found
 
 
 def _shape(name: str, order: str) -> tuple[int, ...]:

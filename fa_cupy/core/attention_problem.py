@@ -179,7 +179,8 @@ def _dtypes(
     """Return the dtypes of `rows`, which are q, k and v by argument, of bias and of sinks."""
     bias_arg, mask_arg = args[3:]
     dtype = common_dtype(name, rows)
-    bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
+    others = f"bool (cast it: {mask_arg} != 0), " if bias_arg == mask_arg else ""
+    bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias, others)
     sinks_dtype = None if sinks is None else float_dtype(name, "sinks", sinks)
     if mask is not None and mask.dtype != np.bool_:
         raise TypeError(
@@ -393,8 +394,11 @@ def check_axes(name: str, arrays: dict[str, Any]) -> None:
             )
 
 
-def float_dtype(name: str, arg: str, array: Any) -> np.dtype[Any]:
-    """Return the dtype of an array, one of `FLOAT_DTYPES`; raise TypeError for another."""
+def float_dtype(name: str, arg: str, array: Any, others: str = "") -> np.dtype[Any]:
+    """Return the dtype of an array, one of `FLOAT_DTYPES`; raise TypeError for another.
+
+    `others` is what the error names before these.
+    """
     for dtype in FLOAT_DTYPES:
         if array.dtype == dtype:
             return dtype
@@ -403,4 +407,4 @@ def float_dtype(name: str, arg: str, array: Any) -> np.dtype[Any]:
             f"{name}: {arg} has dtype {array.dtype.str}, want native byte order "
             f"({array.dtype.newbyteorder().name})"
         )
-    raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {_FLOAT_NAMES}")
+    raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {others}{_FLOAT_NAMES}")

@@ -38,11 +38,17 @@ class Shift(int):
 
 def flag(name: str, arg: str, value: Any) -> bool:
     """Return `value`, a bool, a NumPy bool or one of the integers 0 and 1, as a bool."""
-    if isinstance(value, (bool, np.bool_)) or (
-        isinstance(value, (int, np.integer)) and value in (0, 1)
-    ):
+    if isinstance(value, (bool, np.bool_)) or (is_int(value) and value in (0, 1)):
         return bool(value)
     raise TypeError(f"{name}: {arg} is {show(value)}, want a bool")
+
+
+def is_int(value: Any) -> bool:
+    """Return whether `value` is an int, a bool or a NumPy integer.
+
+    A timedelta64 is none, though NumPy counts its class among those of integers.
+    """
+    return isinstance(value, (int, np.integer)) and not isinstance(value, np.timedelta64)
 
 
 def requires_gradient(name: str, arg: str) -> TypeError:

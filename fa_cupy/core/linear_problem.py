@@ -6,6 +6,7 @@ As in `fa_cupy.core.attention_problem`, nothing here touches data.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -178,7 +179,7 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
     """Return `ends`, ints from 0 to `k_len`, as an array."""
     wanted = f"from 0 to {k_len}, the length of k"
     try:
-        if isinstance(ends, _NO_POSITIONS):
+        if isinstance(ends, _NO_POSITIONS) or _is_empty_of_others(ends):
             raise TypeError
         if not hasattr(ends, "shape"):
             len(ends)  # what has none may never end
@@ -200,6 +201,15 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
         if not 0 <= found[-1] <= k_len:
             raise ValueError(f"{name}: ends[{i}] is {checks.show(end)}, want an int {wanted}")
     return np.asarray(found, np.int64)
+
+
+def _is_empty_of_others(ends: Any) -> bool:
+    """Return whether `ends` is an array without elements, and no sequence of ints all the same.
+
+    Indexing in NumPy takes an empty list, and no empty array of floats.
+    """
+    shape, dtype = getattr(ends, "shape", ()), getattr(ends, "dtype", "int")
+    return 0 in shape and (len(shape) != 1 or not re.match(r"(\w+\.)?u?int", str(dtype)))
 
 
 def _with_axis(view: View, states: tuple[int, ...], state: Any) -> View:

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="jax") from error
 
 import fa_cupy
-from fa_cupy._attention import TORCH_ARGS
+from fa_cupy._attention import TORCH_ARGS, bits_of_sparse
 from fa_cupy._score import Score
 from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.jax import callbacks
@@ -516,9 +516,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        As in `fa_cupy.scaled_dot_product_attention`, but `attn_mask` cannot be a sparse matrix. All
-        arguments but the arrays are static under `jax.jit`; an `attn_mask` of floats has a gradient
-        too.
+        As in `fa_cupy.scaled_dot_product_attention`. All arguments but the arrays are static under
+        `jax.jit`; an `attn_mask` of floats has a gradient too.
     seed : int or jax.Array of one integer, optional
         As in `attention`; PyTorch's function has no such argument.
 
@@ -539,6 +538,7 @@ def scaled_dot_product_attention(
     >>> dq = jax.grad(lambda q: scaled_dot_product_attention(q, k, v, is_causal=True).sum())(q)
     """
     name = "scaled_dot_product_attention"
+    attn_mask = bits_of_sparse(name, attn_mask)
     bits = attn_mask if isinstance(attn_mask, fa_cupy.BitMask) else None
     given = None if bits is not None else attn_mask
     require_arrays(name, **dict(zip(TORCH_ARGS, (query, key, value), strict=False)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -52,6 +53,8 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[str, bool]] = {
     ast.Eq: ("equal", False),
     ast.NotEq: ("not_equal", False),
 }
+# What Python warns of, for it will be an error there: a number that ends where a keyword begins.
+_NO_SPACE = re.compile(r"(?<!\w)\d[\w.]*?(and|else|for|i[fns]|not|or)")
 _WANTED = (
     "numbers, names, + - * / // % **, comparisons, and, or, not, 'a if c else b', "
     "indices and calls of functions"
@@ -108,8 +111,7 @@ def parse(text: str, arguments: Mapping[str, Argument]) -> Node:
     """
     reader = _Reader(text, arguments)
     try:
-        if "#" in text:
-            raise SyntaxError("a comment")
+        _refuse(text)
         parsed = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = getattr(error, "msg", None) or type(error).__name__
@@ -121,6 +123,15 @@ def parse(text: str, arguments: Mapping[str, Argument]) -> Node:
     if unused:
         raise ValueError(f"Score: {reader.quoted} has no {unused[0]}, which is given")
     return tree.widened(root, "float")
+
+
+def _refuse(text: str) -> None:
+    """Raise a SyntaxError for a comment, and for what Python's parser would warn of."""
+    for sign, what in (("#", "a comment"), ("\\", "a backslash")):
+        if sign in text:
+            raise SyntaxError(what)
+    if found := _NO_SPACE.search(text):
+        raise SyntaxError(f"no space between a number and {found[1]!r}")
 
 
 class _Reader:

@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="torch") from error
 
 import fa_cupy
-from fa_cupy._attention import TORCH_ARGS
+from fa_cupy._attention import TORCH_ARGS, bits_of_sparse
 from fa_cupy._score import arrays_of
 from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.torch import arguments
@@ -528,8 +528,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        As in `fa_cupy.scaled_dot_product_attention`, but `attn_mask` cannot be a sparse matrix. The
-        three tensors may require gradients, and so may an `attn_mask` of floats.
+        As in `fa_cupy.scaled_dot_product_attention`. The three tensors may require gradients, and
+        so may an `attn_mask` of floats.
     seed : int or torch.Tensor of one integer, optional
         As in `attention`; PyTorch's function has no such argument.
 
@@ -549,6 +549,7 @@ def scaled_dot_product_attention(
     >>> q, k, v = torch.randn(3, 8, 100, 16).requires_grad_().unbind()
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     """
+    attn_mask = bits_of_sparse(_SDPA, attn_mask)
     bits = attn_mask if isinstance(attn_mask, fa_cupy.BitMask) else None
     given = None if bits is not None else attn_mask
     named = dict(zip(TORCH_ARGS, (query, key, value, given), strict=False))

@@ -110,7 +110,7 @@ def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
         For pages, if one of `tensors` requires a gradient.
     """
     lengths = given.get("k_lengths")
-    if isinstance(lengths, (int, np.integer)):
+    if checks.is_int(lengths):
         given = given | {"k_lengths": torch.tensor(lengths, device="cpu")}
     require_tensors(name, (*given,), **given)
     offsets = given.get("k_offsets")

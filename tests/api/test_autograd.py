@@ -122,7 +122,7 @@ def test_torch_says_what_has_no_gradient(torch):
         out.sum().backward()
     attention(q, k, v, score=Score("s + x[i - j + 5]", x=x.detach())).sum().backward()
     assert q.grad.shape == q.shape
-    with pytest.raises(TypeError, match=r"^attention: score is 's' \(str\), want a Score or None"):
+    with pytest.raises(TypeError, match=r"^attention: score is 's' \(str\), want a Score"):
         attention(q, k, v, score="s")
 
 
@@ -353,7 +353,7 @@ def test_jax_says_what_has_no_gradient(jax, traced):
         score=Score("s + x[i - j + 5]", x=np.asarray(x)),
     )  # fmt: skip
     np.testing.assert_allclose(jax.grad(loss)(q, x), dq, atol=1e-12)
-    with pytest.raises(TypeError, match=r"^attention: score is 's' \(str\), want a Score or None"):
+    with pytest.raises(TypeError, match=r"^attention: score is 's' \(str\), want a Score"):
         mapped(q, k, v, score="s")
 
 

@@ -258,6 +258,14 @@ def test_dtypes(library, dtype):
         ("scaled_dot_product_attention", {"value": None}, TypeError, "value is None, want an arr"),
         (
             "scaled_dot_product_attention",
+            {"attn_mask": MASK.astype(np.int32)},
+            TypeError,
+            "attn_mask has dtype int32, want bool (cast it: attn_mask != 0), float16",
+        ),
+        ("prefix_state", {"ends": np.zeros(0)}, TypeError, "ends is "),
+        ("prefix_state", {"reverse": np.timedelta64(1)}, TypeError, "reverse is np.timedelta64(1)"),
+        (
+            "scaled_dot_product_attention",
             dict.fromkeys(("key", "value"), np.ones((1, 1, 5, 3)).repeat(2, 1))
             | {"query": np.ones((1, 4, 5, 3))},
             ValueError,
@@ -289,6 +297,34 @@ def test_errors_are_those_of_the_plain_functions(library, name, arguments, error
         with pytest.raises(error) as caught:
             function(**values)
         assert str(caught.value).startswith(f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["csr_array", "coo_array", "csc_matrix"])
+def test_torchs_function_takes_sparse_masks_of_bool_only(library, kind):
+    sparse = pytest.importorskip("scipy.sparse")
+    module, array = library
+    given, matrix = draw((4, 5, 3), (4, 5, 3), (4, 5, 2)), getattr(sparse, kind)(MASK)
+    tensors = [*map(array, given)]
+    want = fa_cupy.scaled_dot_product_attention(*given, MASK)
+    got = module.scaled_dot_product_attention(*tensors, matrix)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-12)
+    text = r"attn_mask is a sparse matrix of float64, want bool \(cast it: attn_mask != 0\)$"
+    with pytest.raises(TypeError, match=f"^scaled_dot_product_attention: {text}"):
+        module.scaled_dot_product_attention(*tensors, matrix * 1.0)
+    with pytest.raises(ValueError, match="is_causal is True and attn_mask is given, want one"):
+        module.scaled_dot_product_attention(*tensors, matrix, is_causal=True)
+
+
+def test_gradients_under_a_sparse_mask(jax):
+    sparse = pytest.importorskip("scipy.sparse")
+    from fa_cupy.jax import scaled_dot_product_attention as sdpa
+
+    q = jax.numpy.asarray(draw((5, 3))[0])
+    found, want = (
+        jax.jit(jax.grad(lambda q, mask=mask: (sdpa(q, q, q, mask) ** 2).sum()))(q)
+        for mask in (sparse.csr_array(MASK), jax.numpy.asarray(MASK))
+    )
+    np.testing.assert_allclose(np.asarray(found), np.asarray(want), rtol=1e-10)
 
 
 # PyTorch

@@ -105,9 +105,12 @@ def test_positions_of_another_library(xp):
     x = xp.ones((5, 3))
     got = prefix_state(x, x, other.asarray([1, 4]))
     np.testing.assert_array_equal(got, prefix_state(x, x, [1, 4]))
+    assert prefix_state(x, x, other.asarray([], dtype=other.int32)).shape == (0, 3, 3)
+    with pytest.raises(TypeError, match=r"^prefix_state: ends is .*, want a sequence of ints"):
+        prefix_state(x, x, other.asarray([], dtype=other.float32))
 
 
-@pytest.mark.parametrize("none", [[], (), range(0), np.array([], int), np.array([])])
+@pytest.mark.parametrize("none", [[], (), range(0), np.array([], np.uint8)])
 def test_no_position_is_no_state(xp, none):
     assert prefix_state(xp.zeros((9, 4)), xp.zeros((9, 4)), none).shape == (0, 4, 4)
 
@@ -138,6 +141,12 @@ HEADS = np.zeros((1, 4, 9, 4), np.float32)
         ({"ends": itertools.count()}, TypeError, "ends is count(0) (count), want a sequence of"),
         ({"ends": (x for x in [1])}, TypeError, "ends is <generator object"),
         ({"ends": np.array(3)}, TypeError, "ends is array(3) (ndarray), want a sequence of ints"),
+        ({"ends": np.zeros(0)}, TypeError, "ends is array([], dtype=float64) (ndarray), want"),
+        ({"ends": np.zeros(0, bool)}, TypeError, "ends is array([], dtype=bool) (ndarray), want"),
+        ({"ends": np.zeros(0, object)}, TypeError, "ends is array([], dtype=object) (ndarray)"),
+        ({"ends": np.zeros(0, "m8")}, TypeError, "ends is array([], dtype=timedelta64) (ndarray)"),
+        ({"ends": np.zeros((0, 3), int)}, TypeError, "ends is array([], shape=(0, 3), dtype=int"),
+        ({"ends": [np.timedelta64(1)]}, TypeError, "ends[0] is np.timedelta64(1) (timedelta64)"),
         ({"ends": [1, True]}, TypeError, "ends[1] is True (bool), want an int from 0 to 9"),
         ({"ends": [3, 10]}, ValueError, "ends[1] is 10 (int), want an int from 0 to 9"),
         ({"ends": [-1, 1.5]}, ValueError, "ends[0] is -1 (int), want an int from 0 to 9"),

@@ -254,7 +254,12 @@ MASK = np.ones((3, 3), bool)
             ValueError,
             "is_causal is True and attn_mask is given, want one of them",
         ),
-        ({"attn_mask": MASK.astype(int)}, TypeError, "attn_mask has dtype int64, want float16"),
+        (
+            {"attn_mask": MASK.astype(int)},
+            TypeError,
+            "attn_mask has dtype int64, want bool (cast it: attn_mask != 0), float16, bfloat16, fl",
+        ),
+        ({"attn_mask": MASK.astype("u1")}, TypeError, "attn_mask has dtype uint8, want bool"),
         ({"attn_mask": MASK[:2]}, ValueError, "attn_mask has shape (2, 3), want one that broadcas"),
         ({"attn_mask": [True]}, TypeError, "attn_mask is a list, want an array"),
         ({"key": X[:, :2], "value": X[:, :2]}, ValueError, "key has 2 heads, query has 4, want as"),

@@ -440,8 +440,8 @@ def test_tensors_of_torch():
 @pytest.mark.parametrize(
     ("options", "kind", "why"),
     [
-        ({"score": "s"}, TypeError, "score is 's' (str), want a Score or None"),
-        ({"score": 1.0}, TypeError, "score is 1.0 (float), want a Score or None"),
+        ({"score": "s"}, TypeError, "score is 's' (str), want a Score"),
+        ({"score": 1.0}, TypeError, "score is 1.0 (float), want a Score"),
         (
             {"score": Score("s + x[h]", x=np.ma.masked_array(SLOPES))},
             TypeError,
@@ -518,7 +518,7 @@ def test_the_picture_shows_the_scores():
 @pytest.mark.parametrize(
     ("arguments", "kind", "why"),
     [
-        (("s", 5, 5), TypeError, "score is 's' (str), want a Score or None"),
+        (("s", 5, 5), TypeError, "score is 's' (str), want a Score"),
         ((None, 5, 5), TypeError, "score is None, want a Score"),
         ((Score("s"), -1, 5), ValueError, "q_len is -1"),
         ((Score("s"), 5, 2.0), TypeError, "k_len is 2.0"),
@@ -530,6 +530,12 @@ def test_errors_of_pictures(arguments, kind, why):
     with pytest.raises(kind, match=r"^plot\.scores: ") as caught:
         plot.scores(*arguments, s=s)
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("score", ["s", 1.0, None])
+def test_a_picture_wants_a_score_and_no_none(score):
+    with pytest.raises(TypeError, match=r"^plot\.scores: score is .*, want a Score$"):
+        plot.scores(score, 5, 5)
 
 
 def test_the_gradient_of_an_exponent_where_its_base_is_zero():

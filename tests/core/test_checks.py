@@ -15,6 +15,7 @@ from fa_cupy.core import attention_problem, checks
 from tests.support.strategies import BFLOAT16, by_dtype, cases
 
 SINGLE = np.dtype(np.float32)
+DAY, TODAY = np.timedelta64(1, "D"), np.datetime64("2024-02-29")
 NO_OPTIONS = {
     "scale": None,
     "is_causal": False,
@@ -182,6 +183,13 @@ def test_value_errors(xp, arguments, text):
         (make(is_causal=2), "attention: is_causal is 2 (int), want a bool"),
         (make(is_causal=None), "attention: is_causal is None (NoneType), want a bool"),
         (make(return_lse=1.0), "attention: return_lse is 1.0 (float), want a bool"),
+        (make(is_causal=DAY), f"attention: is_causal is {DAY!r} (timedelta64), want a bool"),
+        (make(is_causal=TODAY), f"attention: is_causal is {TODAY!r} (datetime64), want a bool"),
+        (make(return_lse=np.timedelta64(0)), "(timedelta64), want a bool"),
+        (make(scale=DAY), f"attention: scale is {DAY!r} (timedelta64), want a finite number"),
+        (make(softcap=TODAY), "(datetime64), want a finite number >= 0"),
+        (make(window=(DAY, 0)), f"attention: window[0] is {DAY!r} (timedelta64), want None or"),
+        (make(window=(0, np.array(1, "m8"))), "(ndarray), want None or an int >= 0"),
         (make(window=3), "attention: window is 3 (int), want a pair (left, right)"),
         (make(window=(3,)), "attention: window is (3,) (tuple), want a pair (left, right)"),
         (

@@ -2,6 +2,7 @@
 
 import builtins
 import pickle
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -84,6 +85,41 @@ def test_what_is_no_expression(text):
     assert " cannot be parsed (" in error(text)
 
 
+@pytest.mark.parametrize("action", ["always", "error", "ignore"])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("1if i < j else s", "no space between a number and 'if'"),
+        ("s if i < 1and j < 2 else 0", "no space between a number and 'and'"),
+        ("s if i < 1or j < 2 else 0", "no space between a number and 'or'"),
+        ("s if i < 1.5else 0", "no space between a number and 'else'"),
+        ("s if i < j else 1e-3if i else 0", "no space between a number and 'if'"),
+        ("0x1for x", "no space between a number and 'for'"),
+        ("0xfor s", "no space between a number and 'for'"),
+        ("1_000is s", "no space between a number and 'is'"),
+        ("1in s", "no space between a number and 'in'"),
+        ("1not in s", "no space between a number and 'not'"),
+        ("1jif s else s", "no space between a number and 'if'"),
+        (".5if s else s", "no space between a number and 'if'"),
+        ("1orx", "no space between a number and 'or'"),
+        (r"s + '\d'", "a backslash"),
+        (r"f'{1}\d'", "a backslash"),
+    ],
+)
+def test_what_python_would_warn_of_is_refused(text, why, action):
+    """In the same words whatever the filters of warnings are, and no warning is seen."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter(action)
+        assert f"cannot be parsed ({why})" in error(text)
+    assert not seen
+
+
+def test_names_that_hold_digits_and_keywords_are_names():
+    score = Score("x1if * 0x1f + s_2or[h] * 1_0.5e0 + 1e5 * s", x1if=2.0, s_2or=X)
+    assert dict(score.operands) == {"s_2or": "h"}
+    Score("1.5 if i < 1 and not j > 2 or h == 0xf else s")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -163,6 +199,9 @@ def test_lines_are_joined():
         ({"x": "a"}, TypeError, "x is 'a' (str), want an array or a number"),
         ({"x": None}, TypeError, "x is None (NoneType), want an array or a number"),
         ({"x": True}, TypeError, "x is True (bool), want an array or a number"),
+        ({"x": np.timedelta64(1)}, TypeError, "(timedelta64), want an array or a number"),
+        ({"x": np.timedelta64(1, "s")}, TypeError, "(timedelta64), want an array or a number"),
+        ({"x": np.datetime64(1, "s")}, TypeError, "(datetime64), want an array or a number"),
         ({"x": np.nan}, ValueError, "x is nan (float), want a finite number"),
         ({"x": 2**31}, ValueError, "x is 2147483648, want an int of 32 bits, or a float"),
         ({"x": X > 0}, TypeError, "x has dtype bool, want float16, bfloat16, float32, float64 or"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from fa_cupy import layouts
 from fa_cupy.layouts import BLOCK, ORDERS
 from tests.kernels.ptx import test_wrappers_sm90
+from tests.support import cupy_stand_in
 
 ROWS, COLS = np.indices((BLOCK, BLOCK))
 ADDRESS = {"fragment": layouts.fragment_address, "row_major": layouts.row_major_address}
@@ -73,6 +74,66 @@ def test_no_such_accumulator(make, n):
 def test_every_bit_has_an_address_of_its_own(order):
     word, bit = ADDRESS[order](ROWS, COLS)
     assert np.array_equal(np.sort((32 * word + bit).reshape(-1)), np.arange(BLOCK * BLOCK))
+
+
+@by_order
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "u8"])
+def test_addresses_of_narrow_indices_do_not_wrap_around(order, dtype):
+    """As those of int64, and of that dtype: also where rows and columns have two dtypes."""
+    want = ADDRESS[order](ROWS, COLS)
+    for row, col in ((ROWS.astype(dtype), COLS.astype(dtype)), (ROWS.astype(dtype), COLS)):
+        for found, expected in zip(ADDRESS[order](row, col), want, strict=True):
+            assert found.dtype == np.int64
+            np.testing.assert_array_equal(found, expected)
+    scalars = ADDRESS[order](np.dtype(dtype).type(127), np.dtype(dtype).type(127))
+    assert scalars == tuple(x[127, 127] for x in want)
+
+
+@by_order
+def test_addresses_of_cupy_arrays(order):
+    row, col = (cupy_stand_in.owned(x.astype(np.uint8)) for x in (ROWS, COLS))
+    for found, want in zip(ADDRESS[order](row, col), ADDRESS[order](ROWS, COLS), strict=True):
+        assert isinstance(found, cupy_stand_in.ndarray)
+        np.testing.assert_array_equal(found.get(), want)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2"])
+def test_registers_of_narrow_indices_do_not_wrap_around(dtype):
+    tile = layouts.wgmma(256)
+    thread, register = np.indices((tile.threads, tile.registers))
+    row, col = tile.element(thread, register)
+    fits = (np.stack([thread, register, row, col]) <= np.iinfo(dtype).max).all(axis=0)
+    thread, register, row, col = (x[fits] for x in (thread, register, row, col))
+    narrow = tile.element(thread.astype(dtype), register.astype(dtype))
+    np.testing.assert_array_equal(narrow, (row, col))
+    narrow = tile.holder(row.astype(dtype), col.astype(dtype))
+    np.testing.assert_array_equal(narrow, (thread, register))
+    narrow = tile.mask_bit(register.astype(dtype), first_col=4096)
+    np.testing.assert_array_equal(narrow, tile.mask_bit(register, first_col=4096))
+
+
+@by_order
+def test_an_address_of_ints_is_of_ints(order):
+    assert ADDRESS[order](9, 40) == tuple(x[9, 40] for x in ADDRESS[order](ROWS, COLS))
+    assert ADDRESS["row_major"](9, 40) == (37, 8)
+    assert {type(x) for x in ADDRESS["row_major"](9, 40)} == {int}
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: layouts.fragment_address(1.0, 2), "fragment_address: row has dtype float64"),
+        (lambda: layouts.fragment_address(1, ROWS > 0), "fragment_address: col has dtype bool"),
+        (lambda: layouts.row_major_address(ROWS / 2, 0), "row_major_address: row has dtype float"),
+        (lambda: layouts.row_major_address(0, "1"), "row_major_address: col has dtype <U1"),
+        (lambda: layouts.mma().element(np.timedelta64(1), 0), "element: thread has dtype timedel"),
+        (lambda: layouts.mma().holder(0, None), "holder: col has dtype object"),
+        (lambda: layouts.mma().mask_bit([0.5]), "mask_bit: register has dtype float64"),
+    ],
+)
+def test_indices_are_integers(call, text):
+    with pytest.raises(TypeError, match=f"^{text}.*, want integers$"):
+        call()
 
 
 @by_order
