@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -43,8 +42,8 @@ def kernel_regression(
         `numpy.linalg.solve`, an array with two axes or more is always (..., n, c): pass
         ``y[..., None]`` for one number each in a batch.
     bandwidth : number > 0, or array of floats of shape (..., d) or (..., 1)
-        The unit of distances: finite numbers > 0. The last axis of an array is that of the dims, so
-        that each dim may have its own; the axes before it are batch axes.
+        The unit of distances: finite numbers of at least 5.6e-309. The last axis of an array is
+        that of the dims, so that each dim may have its own; the axes before it are batch axes.
     kernel : {"gaussian", "laplace", "matern32", "epanechnikov"}
         The weight of a sample at distance r, in bandwidths: ``exp(-r**2 / 2)``, ``exp(-r)``,
         ``(1 + sqrt(3) * r) * exp(-sqrt(3) * r)`` or ``max(0, 1 - r**2)``.
@@ -58,7 +57,9 @@ def kernel_regression(
         Of y's library and dtype. Axes before those shown broadcast over all arguments, as in
         `numpy.matmul`. Where no sample has a weight (all masked, out of the reach of
         "epanechnikov", beyond 1e150 bandwidths, or ``n == 0``), the estimate is 0 / 0, and the
-        result NaN.
+        result NaN. A sample that is infinitely far away has no weight, and its values do not count.
+        The result is NaN at points with coordinates that are infinite or NaN, and at all points
+        where a sample with a coordinate NaN is not masked.
 
     Raises
     ------
@@ -81,10 +82,11 @@ def kernel_regression(
     Notes
     -----
     Distances in up to 8 dims come from differences of coordinates, in float32, or in float64 if
-    `x`, `X` or `y` is of float64. A large offset that all coordinates share costs no accuracy.
-    Points many bandwidths away from all samples have weights that float32 does not resolve: the
-    log-sum-exp shows which points these are, and they are computed again in float64. Weights have a
-    relative error below 1e-5 (for results in 16 bits, that of 16 bits).
+    `x`, `X` or `y` is of float64 or a bandwidth is below 1e-35 or above 1e35. A large offset that
+    all coordinates share costs no accuracy. Points many bandwidths away from all samples have
+    weights that float32 does not resolve: the log-sum-exp shows which points these are, and they
+    are computed again in float64. Weights have a relative error below 1e-5 (for results in 16 bits,
+    that of 16 bits).
 
     Distances in more dims come from products of coordinates around the mean of `X`: in float32
     where a bound of the rounding allows it, otherwise in float64, with a warning where that is not
@@ -253,7 +255,9 @@ def non_local_means(
     Returns
     -------
     array
-        Of the shape, the library and the dtype of the image.
+        Of the shape, the library and the dtype of the image. Pixels with an infinite pixel in their
+        patch become NaN, and do not count for others, which are infinitely different. A NaN in a
+        patch makes all pixels NaN that this patch is compared with.
 
     Raises
     ------
@@ -338,7 +342,7 @@ def _means(
     if pixels.ndim not in (2, 3):
         raise ValueError(f"{name}: image has shape {pixels.shape}, want (H, W) or (H, W, C)")
     width = checks.finite(name, "h", h)
-    if not (width > 0 and math.isfinite(1.0 / width / width)):
+    if width <= 0:
         raise ValueError(f"{name}: h is {checks.show(h)}, want a number > 0")
     wanted = f"an odd int below {2**16}"
     size = checks.whole(name, "patch_size", patch_size, wanted, range(1, 2**16, 2))

@@ -165,17 +165,17 @@ FA_DEVICE int first_turn(const AttentionParams& p, int query_tile) {
 #endif
 }
 
-// Without a band, blocks at work on an entry begin together, as a wave, and a slow one stays behind
-// for good.  On a long entry the next waves would spread over all of its queries, and what a block
-// reads and adds to would have left the cache.  So the first block of a wave begins when those
-// before it are nearly done; the others come after it anyway.  They have begun: none waits forever.
+// Without a band, the blocks of a launch begin together, as a wave, and a slow one stays behind for
+// good.  On a long entry the next waves would spread over all of its queries, and what a block
+// reads and adds to would have left the cache.  So the first block of an entry in a wave begins
+// when those before it are nearly done; the others come after it anyway.  They have begun: none
+// waits forever.
 FA_DEVICE void wait_for_wave_before(const BwdSm90Params& params, const WorkTile& work) {
   const AttentionParams& p = params.common;
   const bool sees_all = work.end - work.begin == p.q_tiles;
   if (!sees_all || p.q_tiles * params.group < kLongQueryTiles) return;
-  const int number = kReverseKvOrder ? params.k_tiles - 1 - work.tile : work.tile;
-  const int wave = max(1, static_cast<int>(gridDim.x) / params.entries_per_l2_group);
-  if (number == 0 || number % wave != 0) return;
+  const uint32 number = kReverseKvOrder ? params.k_tiles - 1 - work.tile : work.tile;
+  if (number == 0 || !begins_wave(params, work.entry / params.group, number)) return;
   const int left = min(kNearlyDoneTiles, p.q_tiles - 1);
   const int tile = kReverseKvOrder ? work.end - 1 - left : work.begin + left;
   const uint32 query_tile = (work.entry + params.group - 1) * p.q_tiles + tile;

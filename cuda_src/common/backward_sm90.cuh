@@ -69,6 +69,16 @@ FA_DEVICE WorkIndex work_index_at(uint32 index, uint32 entries, int tiles,
   return {first + (tile_in_l2_group - tile * group_entries), static_cast<int>(tile)};
 }
 
+// Whether a tile after the first one is the first of its entry among those that begin together: as
+// many numbers as there are blocks in the grid.
+FA_DEVICE bool begins_wave(const BwdSm90Params& params, uint32 entry, uint32 tile) {
+  const uint32 per_l2_group = params.entries_per_l2_group;
+  const uint32 first = entry - entry % per_l2_group;
+  const uint32 group_entries = min(per_l2_group, params.entries - first);
+  const uint32 index = first * params.k_tiles + tile * group_entries + (entry - first);
+  return index / gridDim.x != (index - group_entries) / gridDim.x;
+}
+
 // ------------------------------------------------------------------------------------------- masks
 // Tiles along a row of blocks are numbered as without a mask: kTile columns each, a whole block or
 // a part of one.

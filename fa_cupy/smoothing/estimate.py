@@ -18,7 +18,6 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy._score import Score
 from fa_cupy.core.attention_problem import BFLOAT16
 from fa_cupy.smoothing import kernels
-from fa_cupy.smoothing.kernels import Argument
 from fa_cupy.smoothing.regression import Regression, narrowed, widened
 
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
@@ -132,6 +131,7 @@ def centred(p: Regression) -> Products:
     p = p.in_float64()
     finite = p.xp.isfinite(p.X).all(axis=-1, keepdims=True)  # a mask may hide the others
     total = p.xp.where(finite, p.X, 0.0).sum(axis=-2, keepdims=True)
+    total = p.xp.where(p.xp.isfinite(total), total, 0.0)  # any centre gives the same distances
     centre = total / p.xp.maximum(1, finite.sum(axis=-2, keepdims=True))
     factor = p.inverse_width
     if not isinstance(factor, float):
@@ -186,22 +186,34 @@ def _reach(xp: Any, products: Products) -> float:
 
 def of_products(p: Regression, products: Products, work: np.dtype[Any]) -> Operands:
     """Return the operands of attention for products in `work`, float32 or float64."""
-    q, k = (narrowed(p.xp, x, work) for x in products[:2])
-    score = kernels.by_products(p.kernel, *norms(p, q, k))
+    q, k, a, c = _with_norms(p, products, work)
+    score = kernels.by_products(p.kernel, *(kernels.argument(p.xp, x, p.batch, 1) for x in (a, c)))
     return Operands(_over_batch(p, q), k if k.ndim == 2 else _over_batch(p, k), score)
 
 
 def with_bias(p: Regression, products: Products, work: np.dtype[Any]) -> Operands:
     """Return the operands for Gaussian weights: what depends on the point alone cancels."""
-    q, k = (narrowed(p.xp, x, work) for x in products[:2])
-    bias = -0.5 * _norms(k)[..., None, :]
+    q, k, a, c = _with_norms(p, products, work)
+    q = _with_rows(p.xp, q, p.xp.isinf(a), np.nan)  # a point that is far from all samples
+    bias = -0.5 * c[..., None, :]
     return Operands(_over_batch(p, q), k if k.ndim == 2 else _over_batch(p, k), None, bias)
 
 
-def norms(p: Regression, q: Any, k: Any) -> tuple[Argument, Argument]:
-    """Return squared norms, of what is multiplied, so that a distance of 0 is 0."""
-    a, c = (kernels.argument(p.xp, _norms(x), p.batch, 1) for x in (q, k))
-    return a, c
+def _with_norms(p: Regression, products: Products, work: np.dtype[Any]) -> tuple[Any, ...]:
+    """Return what is multiplied, of points and of samples, and the squared norms of both.
+
+    The norms are those of the rounded numbers, so that a distance of 0 is 0. Where one is infinite,
+    the products are 0: otherwise an infinite one less an infinite norm were not a number.
+    """
+    both = [narrowed(p.xp, x, work) for x in products[:2]]
+    norms = [_norms(x) for x in both]
+    q, k = (_with_rows(p.xp, x, p.xp.isinf(n), 0.0) for x, n in zip(both, norms, strict=True))
+    return q, k, *norms
+
+
+def _with_rows(xp: Any, x: Any, rows: Any, number: float) -> Any:
+    """Return `x` with `number` in the rows where `rows` is true: itself where there are none."""
+    return xp.where(rows[..., None], x.dtype.type(number), x) if bool(rows.any()) else x
 
 
 def _norms(x: Any) -> Any:

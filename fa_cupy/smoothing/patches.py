@@ -61,11 +61,11 @@ class Prepared(NamedTuple):
     work : dtype
         That of products.
     pixels : array, shape (H + edges + 2 radius, W + edges + 2 radius, C)
-        Around zero, in a unit near h.
+        Around zero, in a unit near h; 0 where the image is infinite.
     values : array, shape (H + edges, W + edges, C)
-        The image itself.
+        The image itself; 0 where it is infinite.
     outside : array, shape (H + edges, W + edges)
-        0 inside of the image, infinite at the edges.
+        0 inside of the image, infinite at the edges and where a patch has an infinite pixel.
     unit : float
         What a pixel has been multiplied by.
     """
@@ -113,6 +113,7 @@ def non_local_means(xp: Any, image: Any, means: Means) -> Any:
     height, width, channels = image.shape
     whole = prepared(xp, image, means)
     squares, mask = whole.squares, near_pixels(xp, whole.squares, means)
+    outside = whole.outside[squares.margin :, squares.margin :][:height, :width]
     found = xp.empty((squares.down * squares.height, width, channels), image.dtype)
     kind = f"u{image.dtype.itemsize}"  # CuPy does not move bfloat16 around everywhere
     for begin, some, part in whole.chunks():
@@ -121,7 +122,11 @@ def non_local_means(xp: Any, image: Any, means: Means) -> Any:
         out = out.reshape(some.down, some.across, some.height, some.width, channels)
         out = out.transpose(0, 2, 1, 3, 4).reshape(rows, -1, channels)
         found.view(kind)[begin : begin + rows] = out[:, :width]
-    return found[:height]
+    found, lost = found[:height], xp.isinf(outside)
+    if bool(lost.any()):  # not even a pixel itself has a weight
+        nan = np.asarray(np.nan, image.dtype).view(kind)[()]
+        found.view(kind)[...] = xp.where(lost[..., None], nan, found.view(kind))
+    return found
 
 
 def prepared(xp: Any, image: Any, means: Means) -> Prepared:
@@ -130,20 +135,52 @@ def prepared(xp: Any, image: Any, means: Means) -> Prepared:
     squares = _squares(height, width, means)
     real = sum_dtype(image.dtype)
     values = widened(xp, image, real)
-    # Distances do not change, but numbers around zero are rounded finer.
     finite = xp.isfinite(values)
-    count = xp.maximum(finite.sum(axis=(0, 1)), 1).astype(real)
-    pixels = values - xp.where(finite, values, real.type(0)).sum(axis=(0, 1)) / count
-    work = _precise_enough(xp, image.dtype, xp.where(finite, pixels, real.type(0)), means)
-    pixels, means, unit = _in_units_of_h(xp, pixels, work, means)
+    pixels, largest = _around_zero(xp, values, finite)
+    outside = xp.zeros((height, width), real)
+    if not bool(finite.all()):
+        infinite = xp.isinf(values)
+        # A difference of infinite pixels is not a number, and 0 times one is not either.
+        pixels, values = (xp.where(infinite, real.type(0), x) for x in (pixels, values))
+        hidden = _have_one(xp, infinite.any(axis=-1), means.patch_size)
+        outside = xp.where(hidden, real.type(np.inf), outside)
+    work = _precise_enough(image, largest, means)
+    pixels, means, unit = _in_units_of_h(xp, pixels, largest, work, means)
     radius = means.patch_size // 2
     pixels = xp.pad(pixels, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
     below = squares.down * squares.height - height
     right = squares.across * squares.width - width
     edges = tuple((squares.margin, squares.margin + more) for more in (below, right))
     pixels, values = (xp.pad(x, (*edges, (0, 0))) for x in (pixels, values))
-    outside = xp.pad(xp.zeros((height, width), real), edges, constant_values=np.inf)
+    outside = xp.pad(outside, edges, constant_values=np.inf)
     return Prepared(squares, means, work, pixels, values, outside, unit)
+
+
+def _around_zero(xp: Any, values: Any, finite: Any) -> tuple[Any, float]:
+    """Return pixels less their mean, and the largest of those that are finite.
+
+    Distances do not change, but numbers around zero are rounded finer.
+    """
+    zero = values.dtype.type(0)
+    count = xp.maximum(finite.sum(axis=(0, 1)), 1).astype(values.dtype)
+    mean = xp.where(finite, values, zero).sum(axis=(0, 1)) / count
+    pixels = values - xp.where(xp.isfinite(mean), mean, zero)
+    largest = _largest(xp, pixels, finite)
+    if math.isinf(largest):  # a difference that the dtype does not hold
+        pixels, largest = values, _largest(xp, values, finite)
+    return pixels, largest
+
+
+def _largest(xp: Any, pixels: Any, finite: Any) -> float:
+    return float(abs(xp.where(finite, pixels, pixels.dtype.type(0))).max())
+
+
+def _have_one(xp: Any, marked: Any, side: int) -> Any:
+    """Return which pixels of an image have marked ones in their patches."""
+    padded = xp.pad(marked, side // 2, mode="reflect")
+    shape = (*marked.shape, side, side)
+    windows = xp.lib.stride_tricks.as_strided(padded, shape, padded.strides * 2)
+    return windows.any(axis=(2, 3))
 
 
 def _squares(height: int, width: int, means: Means) -> Squares:
@@ -197,36 +234,34 @@ def roots_of_weights(side: int, channels: int) -> np.ndarray[Any, Any]:
     return roots
 
 
-def _precise_enough(xp: Any, dtype: np.dtype[Any], pixels: Any, means: Means) -> np.dtype[Any]:
+def _precise_enough(image: Any, largest: float, means: Means) -> np.dtype[Any]:
     """Return the dtype of products: the image's, or float64 where float32 is not good enough.
 
     No patch has a larger norm than the largest pixel. See `estimate.rounding_of_products`.
     """
-    if pixels.dtype == np.float64:
-        return dtype
-    norm = float(abs(pixels).max())
-    terms = pixels.shape[-1] * means.patch_size**2
-    ratio = 2 * norm / means.h
+    terms = image.shape[-1] * means.patch_size**2
+    ratio = 2 * largest / means.h
     off = (4 + 2 * terms**0.5) * _UNIT * ratio * ratio  # infinite where ** raises an error
+    dtype: np.dtype[Any] = image.dtype
     return dtype if off <= _TOLERANCE else np.dtype(np.float64)
 
 
 def _in_units_of_h(
-    xp: Any, pixels: Any, work: np.dtype[Any], means: Means
+    xp: Any, pixels: Any, largest: float, work: np.dtype[Any], means: Means
 ) -> tuple[Any, Means, float]:
     """Return pixels, h and sigma in a unit that is near h, a power of two, so that none is rounded.
 
-    Otherwise squares of tiny or huge pixels are 0 or infinite: but for those of float16, which
-    float32 holds while its own range is too small for some units.
+    Otherwise squares of tiny or huge pixels are 0 or infinite. For the same reason h is raised to
+    what is still far below all distances that are resolved.
     """
-    if work == np.float16:
-        return pixels, means, 1.0
     real = sum_dtype(work)
-    most = 100 if real == np.float32 else 500  # of which the dtype has the power
-    unit = max(-most, min(most, math.frexp(means.h)[1]))
+    single = real == np.float32
+    h = max(means.h, largest * 2.0**-500, 2.0**-160 if single else 0.0)
+    most = 100 if single else 1000  # of which the dtype has the power
+    unit = max(-most, min(most, math.frexp(h)[1]))
     pixels = widened(xp, pixels, real) * real.type(2.0**-unit)
     # In float64, as the numbers are: a sigma that is infinite in this unit is far beyond any h.
-    h, sigma = (x * 2.0**-unit for x in (means.h, means.sigma))
+    h, sigma = (x * 2.0**-unit for x in (h, means.sigma))
     return pixels, means._replace(h=h, sigma=sigma), 2.0**-unit
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any, NamedTuple
 
@@ -12,6 +11,11 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, backends, broadcasting, checks, dispatch
 from fa_cupy.smoothing.kernels import KERNELS
+
+#: The smallest bandwidth: the inverse of a smaller one is infinite.
+_LEAST_BANDWIDTH = 5.6e-309
+#: Other bandwidths take float64: differences as large, or the inverse, may not fit in float32.
+_SINGLE_BANDWIDTHS = 1e-35, 1e35
 
 
 class Regression(NamedTuple):
@@ -96,8 +100,11 @@ def to_native(
     )
     if widths is None:
         width = checks.finite(name, "bandwidth", bandwidth, recorded=True)
-        if not (width > 0 and math.isfinite(1.0 / width)):
-            raise ValueError(f"{name}: bandwidth is {checks.show(bandwidth)}, want a number > 0")
+        if width < _LEAST_BANDWIDTH:
+            raise ValueError(
+                f"{name}: bandwidth is {checks.show(bandwidth)}, want a number > 0 (at least "
+                f"{_LEAST_BANDWIDTH})"
+            )
     x, X, y, widths, mask, *others = native.arrays
     if widths is None:
         widths = width
@@ -125,19 +132,24 @@ def regression(name: str, backend: str, given: Arguments, kernel: str) -> Regres
     y = given.y[:, None] if given.y.ndim == 1 else given.y
     xp = sys.modules[backend]
     double = np.dtype(np.float64)
-    exact = any(array.dtype == double for array in given[:3])
-    real = double if exact else np.dtype(np.float32)
     width = given.bandwidth
     if not isinstance(width, float):
         width = widened(xp, width, double)
-        # A bandwidth of NaN is not above 0; the inverse of a tiny one is infinite.
-        if not bool(((width > 0) & xp.isfinite(width) & xp.isfinite(1.0 / width)).all()):
+        if not _all(xp.isfinite(width) & (width >= _LEAST_BANDWIDTH)):
             raise ValueError(
                 f"{name}: bandwidth has elements that are not finite, not above 0 or too small to "
-                "divide by, want finite numbers > 0"
+                f"divide by, want finite numbers > 0 (at least {_LEAST_BANDWIDTH})"
             )
+    least, most = _SINGLE_BANDWIDTHS
+    exact = any(array.dtype == double for array in given[:3])
+    single = not exact and _all((width >= least) & (width <= most))
+    real = np.dtype(np.float32) if single else double
     x, X = (widened(xp, array, real) for array in given[:2])
     return Regression(name, xp, x, X, y, 1.0 / width, given.mask, kernel, batch)
+
+
+def _all(found: Any) -> bool:
+    return found if isinstance(found, bool) else bool(found.all())
 
 
 def checked_batch(name: str, given: Arguments, kernel: str) -> tuple[int, ...]:

@@ -11,8 +11,12 @@ from tests.support.strategies import DTYPES, UNIT, by_dtype, lay, to_numpy
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
 
 
+@np.errstate(invalid="ignore")
 def definition(image, h, patch_size, patch_distance, sigma=0.0):
-    """As scikit-image computes it, in float64, but for the weights that it neglects."""
+    """As scikit-image computes it, in float64, but for the weights that it neglects.
+
+    What is infinitely different does not count, whatever its value is.
+    """
     image = image.astype(DOUBLE)
     image = image[..., None] if image.ndim == 2 else image
     height, width, channels = image.shape
@@ -29,14 +33,15 @@ def definition(image, h, patch_size, patch_distance, sigma=0.0):
         patch = padded[y : y + patch_size, x : x + patch_size]
         rows = range(max(0, y - reach), min(height, y + reach + 1))
         cols = range(max(0, x - reach), min(width, x + reach + 1))
-        total, norm = 0.0, 0.0
+        distances, others = [], []
         for i in rows:
             for j in cols:
                 other = padded[i : i + patch_size, j : j + patch_size]
-                distance = (weights * ((patch - other) ** 2 - 2 * sigma**2)).sum()
-                weight = np.exp(-max(0.0, distance) / h**2)
-                total, norm = total + weight * image[i, j], norm + weight
-        found[y, x] = total / norm
+                distances.append((weights * (((patch - other) / h) ** 2)).sum())
+                others.append(image[i, j])
+        weight = np.exp(-np.maximum(0.0, np.array(distances) - 2 * (sigma / h) ** 2))[:, None]
+        others = np.where(weight == 0, 0.0, others)
+        found[y, x] = (weight * others).sum(axis=0) / weight.sum()
     return found
 
 
@@ -100,6 +105,55 @@ def test_all_pixels_count_alike(xp, dtype, h, sigma):
     np.testing.assert_allclose(got, want, rtol=4 * UNIT[dtype])
 
 
+def test_half_precision_holds_all_differences(xp):
+    """Its largest numbers differ by twice as much."""
+    image = np.full((12, 12), -65504.0, HALF)
+    image[3, 4] = 65504.0
+    np.testing.assert_array_equal(denoised(xp, image, 1e4, 3, 2), image.astype(DOUBLE))
+
+
+@pytest.mark.parametrize(**by_dtype())
+@pytest.mark.parametrize("h", [5e-324, 1e-160, 1e-50])
+@pytest.mark.parametrize("sigma", [0.0, 0.3])
+def test_tiny_bandwidths(xp, dtype, h, sigma):
+    """Patches count that are equal, or that differ by noise."""
+    image = np.random.default_rng(0).integers(0, 4, (9, 11)).astype(dtype)
+    flat = np.full((5, 6), 0.1, dtype)
+    got, want = denoised(xp, flat, h, 3, 2), flat.astype(DOUBLE)
+    np.testing.assert_allclose(got, want, rtol=8 * UNIT[dtype])
+    got = denoised(xp, image, h, 3, 2, sigma=sigma)
+    want = definition(image, 1e-4, 3, 2, sigma)[..., 0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=16 * UNIT[dtype])
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e160, 1e306])
+@pytest.mark.parametrize("h", [1e-200, 1e-3, 0.3, 1e200])
+def test_images_of_any_scale(xp, scale, h):
+    """Where squares of pixels overflow, or their sum, or vanish."""
+    image = np.random.default_rng(0).random((8, 9)) + 1
+    image[4:] = image[:4]
+    width = min(max(h * scale, 5e-324), 1e308)
+    want = definition(image, max(width / scale, 1e-9), 3, 4)[..., 0]
+    got = denoised(xp, image * scale, width, 3, 4) / scale
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize(**by_dtype())
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("bad", [(np.inf,), (np.inf, -np.inf), (np.inf, np.nan)], ids=str)
+@pytest.mark.parametrize("shape", [(9, 24), (8, 14, 2)], ids=str)
+def test_infinite_pixels_do_not_count(xp, dtype, size, bad, shape):
+    """They are infinitely different from others, but their own patches are not numbers."""
+    image = np.random.default_rng(0).random(shape).astype(dtype)
+    for k, number in enumerate(bad):
+        image[(3 + k, 2 * k, 0)[: len(shape)]] = number
+    want = definition(image, 0.3, size, 2, 0.1).reshape(shape)
+    assert not np.isnan(want).all()
+    got = denoised(xp, image, 0.3, size, 2, sigma=0.1)
+    tolerance = {SINGLE: 3e-6, DOUBLE: 1e-13}.get(dtype, 8 * UNIT[dtype])
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize(**by_dtype())
 def test_any_layout(xp, dtype):
     image = np.random.default_rng(0).random((10, 12, 3)).astype(dtype)
@@ -132,7 +186,7 @@ def test_empty_images(xp, shape):
         ({"image": np.zeros(4)}, ValueError, r"image has shape \(4,\), want \(H, W\) or \(H, W, C"),
         ({"image": np.zeros((1, 2, 3, 4))}, ValueError, r"image has shape \(1, 2, 3, 4\)"),
         ({"h": 0}, ValueError, r"h is 0 \(int\), want a number > 0"),
-        ({"h": 1e-200}, ValueError, r"h is 1e-200 \(float\), want a number > 0"),
+        ({"h": -0.1}, ValueError, r"h is -0.1 \(float\), want a number > 0"),
         ({"h": "a"}, TypeError, r"h is 'a' \(str\), want a finite number"),
         ({"patch_size": 4}, ValueError, r"patch_size is 4 \(int\), want an odd int"),
         ({"patch_size": 3.0}, TypeError, r"patch_size is 3.0 \(float\), want an odd int"),
@@ -159,6 +213,23 @@ def test_gradient(xp, monkeypatch, case, chunk):
     assert (gradient.shape, gradient.dtype) == (shape, DOUBLE)
     got = (to_numpy(gradient) * way).sum()
     np.testing.assert_allclose(got, ((up - down) * dout).sum() / (2 * step), rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_infinite_pixels_have_no_gradient(xp, size):
+    """Nor has what becomes NaN."""
+    image, dout, way = np.random.default_rng(1).standard_normal((3, 9, 20))
+    image[4, 5] = np.inf
+    lost = np.isnan(denoised(xp, image, 0.8, size, 2))
+    assert lost.sum() == size**2
+    dout[lost] = np.nan
+    given = xp.asarray(dout), xp.asarray(image), 0.8, size, 2
+    gradient = to_numpy(non_local_means_backward(*given))
+    assert gradient[4, 5] == 0.0
+    step = 1e-5
+    up, down = (definition(image + x * way, 0.8, size, 2)[..., 0] for x in (step, -step))
+    want = np.nansum((up - down) * dout) / (2 * step)
+    np.testing.assert_allclose((gradient * way).sum(), want, rtol=2e-4, atol=1e-6)
 
 
 def test_gradient_of_other_dtypes(xp):

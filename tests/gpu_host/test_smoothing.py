@@ -40,7 +40,7 @@ def strided(x, shape, strides):
 def in_place_of_attention():
     """Have the functions run on the stand-in, with attention in NumPy."""
     with cupy_stand_in.on_a_device() as cupy, pytest.MonkeyPatch.context() as patch:
-        for name in ("broadcast_to", "pad", "stack"):
+        for name in ("broadcast_to", "isinf", "pad", "stack"):
             patch.setattr(cupy, name, cupy_stand_in._function(name), raising=False)
         patch.setattr(cupy.lib.stride_tricks, "as_strided", strided)
         for name in ("__abs__", "__invert__"):
@@ -99,6 +99,22 @@ def test_regression(dtype, dims):
 def test_means(dtype, distance):
     image = RNG.random((37, 9, 3)).astype(dtype)
     check(non_local_means, image, 0.3, 3, distance, sigma=0.1)
+
+
+@pytest.mark.parametrize("dims", [2, 9])
+def test_infinite_coordinates(dims):
+    x, X = (RNG.uniform(-1, 1, (n, dims)).astype(np.float32) for n in (20, 40))
+    x[3, 0], X[5, 1] = np.inf, -np.inf
+    y = RNG.random(40, np.float32)
+    for kernel in ("gaussian", "laplace"):
+        check(kernel_regression, x, X, y, 0.5, kernel)
+        check(kernel_regression_backward, np.ones(20, np.float32), x, X, y, 0.5, kernel)
+
+
+def test_infinite_pixels():
+    image = RNG.random((20, 9, 3)).astype(np.float16)
+    image[4, 5, 0] = np.inf
+    check(non_local_means, image, 0.3, 3, 2)
 
 
 def test_values_of_16_bits_run_in_a_kernel():
