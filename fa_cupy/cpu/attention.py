@@ -173,7 +173,8 @@ def attention(
     """
     bits = None
     # A sparse bias has an element for each pair of a matrix, whose queries stay as they are.
-    if isinstance(mask, BitMask) and problem.mask is not None and not isinstance(bias, SparseBias):
+    sparse = isinstance(bias, SparseBias)
+    if isinstance(mask, BitMask) and problem.mask is not None and not sparse:
         if keys is None:
             bits = single.bits_of(mask)
         elif mask._grid.is_small:
@@ -182,7 +183,7 @@ def attention(
             problem = replace(problem, mask=seen)
     mask = mask if bits is None else bits
     blocks = mask if isinstance(mask, BitMask) else None
-    call = Call(problem, q, None if out is None else out.strides, blocks, bits)
+    call = Call(problem, q, None if out is None else out.strides, blocks, bits, sparse)
     out, lse = call(q, k, v, bias, mask, out, sinks, score, keys)
     return out, lse if return_lse else None
 
@@ -216,6 +217,8 @@ class Call:
         The mask of the only call, if it is one of bits.
     bits : ndarray of uint8, optional
         From `cpu.masks.single.bits_of`: calls have such a mask in place of an array of bool.
+    sparse_bias : bool
+        Whether the only call has a sparse bias.
     """
 
     def __init__(
@@ -225,6 +228,7 @@ class Call:
         strides: tuple[int, ...] | None = None,
         mask: BitMask | None = None,
         bits: Array | None = None,
+        sparse_bias: bool = False,
     ) -> None:
         self._dtype = dtype = attention_problem.sum_dtype(problem.dtype)
         shape, self._out_dtype = problem.out_shape, problem.dtype
@@ -248,7 +252,7 @@ class Call:
         if problem.offsets is not None:
             self._tasks = SequenceTasks(problem, out_views, dtype, _Tasks, Call)
         elif problem.k_lengths is None and problem.pages is None:
-            self._tasks = _Tasks(problem, out_views, dtype, mask, bits)
+            self._tasks = _Tasks(problem, out_views, dtype, mask, bits, sparse_bias)
             parallel = self._tasks.parallel
             if one_tile.suits(problem, dtype, parallel):
                 self._small = one_tile.OneTile(problem, dtype, parallel)
@@ -294,6 +298,7 @@ class _Tasks:
         dtype: np.dtype[Any],
         mask: BitMask | None,
         bits: Array | None = None,
+        sparse_bias: bool = False,
     ) -> None:
         self._dtype = dtype
         self._height = 0 if bits is None else problem.q_len  # rows of what `bits` has together
@@ -301,7 +306,7 @@ class _Tasks:
             problem = single.with_bits(problem, bits)
         self.problem = problem
         out, lse = out_views
-        if mask is None:
+        if mask is None and not sparse_bias:
             self.problem, out, lse = decoding.heads_as_queries(problem, out, lse)
         problem, self._bits = self.problem, mask
         wanted = _wanted_tasks(problem)

@@ -128,6 +128,18 @@ def test_any_call_agrees_with_the_reference(drawn, least):
     check_against_reference(case, out, lse)
 
 
+@pytest.mark.parametrize("mask_heads", [(3,), (1,), ()])
+def test_heads_with_one_query_that_share_keys(mask_heads):
+    """They are no rows of one product: the matrix has one row for all of them."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, rows, 8)) for n, rows in ((3, 1), (1, 70), (1, 70)))
+    bias, mask = random_bias(rng, (1, 70), 0.5), rng.random((*mask_heads, 1, 70)) < 0.6
+    found = attention(q, k, v, bias, mask, return_lse=True)
+    want = reference.attention(q, k, v, dense_of(bias), mask)
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
 @given(drawn=sparse_cases(), least=LEAST, with_dlse=st.booleans())
 @examples(40, fewer=4)
 def test_gradients_of_any_call_agree_with_the_reference(drawn, least, with_dlse):
