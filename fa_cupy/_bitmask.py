@@ -175,6 +175,10 @@ class BitMask(Sources, Algebra):
             object.__setattr__(self, "_transposed", turned)
         return turned
 
+    def __len__(self) -> int:
+        """Length of the first axis."""
+        return self.shape[0]
+
     def __getitem__(self, index: Any) -> BitMask:
         of_batch, *spans = slices.parts_of(index, self.shape)
         try:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from fa_cupy._score import Score, arrays_of, operands_of
+from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.dropout.philox import philox4x32
 from fa_cupy.score import tree
 from fa_cupy.score.evaluate import evaluate
@@ -167,6 +168,9 @@ def scores_of(
     seed: Any = None,
     **band: Any,
 ) -> Scores:
+    for arg, x in (("bias", bias), ("mask", mask)):
+        if is_sparse(x):
+            raise TypeError(f"reference: {arg} is a sparse matrix, want an array of all pairs")
     q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
     if page_table is not None:
         k, v = (rows_of_pages(x, page_table, q.ndim) for x in (k, v))

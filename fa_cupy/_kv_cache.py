@@ -11,13 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy._attention import attention
+from fa_cupy._bitmask import BitMask
 from fa_cupy.core import checks
 from fa_cupy.core.arrays import overlap
 from fa_cupy.core.attention_problem import FLOAT_DTYPES
+from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.keys.gathered import as_integers
 from fa_cupy.keys.layout import PAGE_MULTIPLE
 
 _LIBRARIES = ("numpy", "cupy")
+# Arguments of attention that a cache passes itself, or that exclude those.
+_OWN = frozenset(("k", "v", "k_lengths", "page_table", "q_offsets", "k_offsets"))
 
 
 class _Change(NamedTuple):
@@ -286,6 +290,7 @@ class KVCache:
         name = "KVCache.attention"
         numbers = self._numbers(name, sequences)
         self._check(name, "q", q, (len(numbers), None, None, self.k.shape[3]))
+        _check_options(name, options)
         options.setdefault("causal_align", "bottom_right")
         k, v, lengths, table = self.k, self.v, self.k_lengths, self.page_table
         if sequences is not None:
@@ -455,6 +460,17 @@ def _positive(name: str, arg: str, value: Any) -> int:
     return number
 
 
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    """Raise for options of attention that a cache has itself, or that its lengths do not allow."""
+    for arg in _OWN & options.keys():
+        raise TypeError(f"{name}: {arg} is given, want it left out (the cache has its own)")
+    for arg in ("bias", "mask"):
+        x = options.get(arg)
+        if isinstance(x, BitMask) or is_sparse(x):
+            kind = "BitMask" if isinstance(x, BitMask) else "sparse matrix"
+            raise TypeError(f"{name}: {arg} is a {kind}, want an array")
+
+
 def _float_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     text = f"{name}: dtype is {checks.show(dtype)}, want float16, bfloat16, float32 or float64"
     try:
@@ -462,7 +478,7 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     except TypeError:
         raise TypeError(text) from None
     for known in FLOAT_DTYPES:
-        if found == known:
+        if found == known and dtype is not None:  # which NumPy takes for float64
             return known
     raise TypeError(text)
 

@@ -149,7 +149,7 @@ def weights(
     if seen.ndim > 2:
         raise ValueError("plot.weights: bias or mask has batch axes, want shape (q_len, k_len)")
     own = ax is None
-    ax = _figure(0.4 * k_len + 1.8, 0.4 * q_len + 0.8).subplots() if own else ax
+    ax = _axes("weights", ax, 0.4 * k_len + 1.8, 0.4 * q_len + 0.8)
     largest = seen.max(axis=-1, keepdims=True, initial=0.0)
     shade = np.divide(seen, largest, out=np.zeros_like(seen), where=largest > 0)
     ax.set_facecolor("#f1f3f5")
@@ -212,7 +212,7 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
             shade = shade.repeat(layouts.BLOCK, axis)
         shade = shade[:q_len, :k_len] * mask.get().to_dense()
     own = ax is None
-    ax = _figure(5.8, _height(q_len, k_len)).subplots() if own else ax
+    ax = _axes("mask", ax, 5.8, _height(q_len, k_len))
     edges = [np.arange(n + 1) for n in shade.shape] if drawn else blocks
     colors = ListedColormap(["white", _WORDS[1], _WORDS[0]])  # by BitMask.EMPTY, PARTIAL, FULL
     ax.pcolormesh(edges[1], edges[0], shade, cmap=colors, vmin=0, vmax=2, rasterized=True)
@@ -275,7 +275,7 @@ def scores(
         raise TypeError(f"{name}: score is None, want a Score")
     operands.bound(name, (entry + 1, head + 1, rows, 1), cols)
     own = ax is None
-    ax = _figure(5.4, _height(rows, cols)).subplots() if own else ax
+    ax = _axes("scores", ax, 5.4, _height(rows, cols))
     ax.set_facecolor("#d5dade")
     if rows and cols:
         variables = {
@@ -335,7 +335,7 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
     address = layouts.fragment_address if order == "fragment" else layouts.row_major_address
     word, bit = address(*np.indices((rows, layouts.BLOCK)))
     own = ax is None
-    ax = _figure(0.24 * cols + 2.6, 0.24 * rows + 1.2).subplots() if own else ax
+    ax = _axes("layout", ax, 0.24 * cols + 2.6, 0.24 * rows + 1.2)
     of_row = np.argsort(np.argsort(word, axis=1, kind="stable"), axis=1) // layouts.WORD_BITS
     colors = ListedColormap(_WORDS)
     ax.pcolormesh(
@@ -378,6 +378,17 @@ def _name(ax: Any, colors: Mapping[str, Any]) -> None:
 def _legend(ax: Any) -> None:
     """Draw the legend on the right of the axes."""
     ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0, frameon=False)
+
+
+def _axes(name: str, ax: Any, width: float, height: float) -> Any:
+    """Return `ax`, or the axes of a new figure, sizes in inches."""
+    if ax is None:
+        return _figure(width, height).subplots()
+    from matplotlib.axes import Axes
+
+    if not isinstance(ax, Axes):
+        raise TypeError(f"plot.{name}: ax is {checks.show(ax)}, want a matplotlib.axes.Axes")
+    return ax
 
 
 def _figure(width: float, height: float) -> Any:

@@ -332,10 +332,10 @@ def named_parts(name: str, outs: Any, lses: Any) -> dict[str, Any]:
     """
     named: dict[str, Any] = {}
     for arg, parts in (("outs", outs), ("lses", lses)):
-        if getattr(parts, "shape", ()):
+        if getattr(parts, "shape", ()) and not isinstance(parts, memoryview):
             stacked: Any = parts
             parts = [stacked[i, ...] for i in range(stacked.shape[0])]
-        elif not isinstance(parts, Sequence):
+        elif not isinstance(parts, Sequence) or isinstance(parts, (str, bytes, memoryview)):
             raise TypeError(f"{name}: {arg} is a {type(parts).__name__}, want a sequence of arrays")
         if any(part is None for part in parts):
             raise TypeError(f"{name}: {arg} has a part that is None, want arrays")

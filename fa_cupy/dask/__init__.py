@@ -373,6 +373,9 @@ def _features(name: str, arrays: dict[str, Any], feature_map: Any) -> list[Any]:
             x = arrays[arg]
             row = np.ones_like(x._meta, shape=(*(1,) * (x.ndim - 1), x.shape[-1]))
             of_row = feature_map(row)
+            if not hasattr(of_row, "dtype") or not hasattr(of_row, "shape"):
+                shown = checks.show(of_row)
+                raise TypeError(f"{name}: feature_map({arg}) is {shown}, want an array")
             if of_row.dtype != x.dtype or of_row.shape[:-1] != row.shape[:-1]:
                 raise ValueError(
                     f"{name}: feature_map({arg}) has dtype {of_row.dtype} and shape {of_row.shape} "

@@ -121,7 +121,10 @@ def _span(arg: str, part: Any, length: int) -> tuple[int, int]:
     wanted = "a slice of step 1"
     if not isinstance(part, slice):
         raise TypeError(f"{_NAME}: {arg} is {checks.show(part)}, want {wanted}")
-    begin, end, step = part.indices(length)
+    try:
+        begin, end, step = part.indices(length)
+    except TypeError:
+        raise TypeError(f"{_NAME}: {arg} is {checks.show(part)}, want a slice of ints") from None
     if step != 1:
         raise ValueError(f"{_NAME}: {arg} is {checks.show(part)}, want {wanted}")
     return begin, max(begin, end)

@@ -73,8 +73,9 @@ class Algebra:
         return self._count or 0
 
     def sum(
-        self, axis: int | tuple[int, ...] | None = None, *, out: None = None, keepdims: bool = False
-    ) -> Any:
+        self, axis: int | tuple[int, ...] | None = None, dtype: Any = None, *, out: None = None,
+        keepdims: bool = False,
+    ) -> Any:  # fmt: skip
         """Count the visible pairs along axes.
 
         Parameters
@@ -82,6 +83,8 @@ class Algebra:
         axis : int or tuple of int, optional
             -1 counts the keys of each query, -2 the queries of each key, others entries of the
             batch. All axes by default.
+        dtype : dtype, optional
+            Of the result.
         out : None
             Nothing else is taken. `numpy.sum` passes it.
         keepdims : bool
@@ -90,8 +93,8 @@ class Algebra:
         Returns
         -------
         int, or ndarray of int64
-            An array of the axes that are left, on the CPU. If it has both the axis of queries and
-            that of keys, it takes 8 bytes for each pair.
+            Of `dtype` if that is given. An array of the axes that are left, on the CPU. If it has
+            both the axis of queries and that of keys, it takes 8 bytes for each pair.
 
         Raises
         ------
@@ -112,6 +115,8 @@ class Algebra:
             found: Any = self.nnz
         else:
             found = export.sums(self._grid, self._store.host(), self.entries, axes)
+        if dtype is not None:
+            found = np.asarray(found, dtype)[()]
         return np.expand_dims(found, axes) if keeps else found
 
     def any(
@@ -279,6 +284,7 @@ class Algebra:
             return self.from_csr(other)
         number = isinstance(other, (bool, np.bool_))
         scalar: Any = other if isinstance(other, numbers.Number) else None
+        scalar = None if isinstance(other, np.timedelta64) else scalar
         if not number and sign in ("==", "!=") and scalar is not None:
             if scalar not in (0, 1):
                 raise TypeError(f"BitMask: {sign} {checks.show(other)}, want a bool or an array")

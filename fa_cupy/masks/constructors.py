@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy.core import backends
+from fa_cupy.core import backends, checks
 from fa_cupy.masks import blocks, build, patterns
 from fa_cupy.masks import checks as inputs
 from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, BlockLists, Blocks, Grid
@@ -365,6 +365,9 @@ class Sources:
         sizes = inputs.sizes(name, shape)
         reach = inputs.reach(name, sizes, window)
         length = math.prod(sizes)
+        if length >= blocks.LONGEST:
+            shown = checks.show(shape)
+            raise ValueError(f"{name}: shape is {shown}, want fewer than 2**31 elements")
         grid = inputs.grid(name, "shape", (length, length))
         return cls._of(grid, [patterns.of_window(sizes, reach)], np.array(0))
 

@@ -376,6 +376,7 @@ def test_errors_name_the_argument(given, error, text):
         ({"shape": 3}, TypeError, "shape is 3 (int), want a tuple (..., Lq, Lk)"),
         ({"shape": (3, -1)}, ValueError, "shape[1] is -1 (int), want an int >= 0"),
         ({"rows": 3}, TypeError, "rows is 3 (int), want a slice of step 1"),
+        ({"rows": slice(0.5, 2)}, TypeError, "rows is slice(0.5, 2, None) (slice), want a slice"),
         ({"cols": slice(0, 9, 2)}, ValueError, "cols is slice(0, 9, 2) (slice), want a slice"),
         ({"as_bits": "no"}, TypeError, "as_bits is 'no' (str), want a bool"),
     ],

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fa_cupy import KVCache, _kv_cache, attention, reference
+from fa_cupy import BitMask, KVCache, _kv_cache, attention, reference
 from tests.support.strategies import DTYPES, UNIT, by_dtype, normal, to_numpy
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
@@ -405,6 +405,7 @@ def test_it_says_what_it_holds():
         (ValueError, {"pages": 3}, "pages is 3 (int) without page_size"),
         (ValueError, {"page_size": 16, "pages": 0}, "pages is 0 (int), want an int >= 1"),
         (TypeError, {"dtype": int}, "dtype is <class 'int'> (type), want float16, bfloat16,"),
+        (TypeError, {"dtype": None}, "dtype is None (NoneType), want float16, bfloat16,"),
         (TypeError, {"dtype": ">f4"}, "dtype is '>f4' (str), want float16, bfloat16,"),
         (TypeError, {"dtype": "float"[:2]}, "dtype is 'fl' (str), want float16, bfloat16,"),
         (TypeError, {"xp": sys}, "xp is <module 'sys' (built-in)> (module), want the module numpy"),
@@ -463,10 +464,21 @@ def test_arguments_are_checked(message, page_size):
     assert cache.lengths.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("arg", ["bias", "mask"])
+def test_masks_and_biases_are_arrays(arg):
+    sparse = pytest.importorskip("scipy.sparse")
+    cache = KVCache(2, 8, sequences=3, max_length=40)
+    q, seen = np.zeros((3, 2, 1, 8), np.float32), np.ones((1, 40), bool)
+    for given, kind in ((BitMask(seen), "BitMask"), (sparse.csr_array(seen), "sparse matrix")):
+        with pytest.raises(TypeError, match=f"^KVCache.attention: {arg} is a {kind}, want an arr"):
+            cache.attention(q, **{arg: given})
+
+
 def test_lengths_are_the_caches_own():
     cache = KVCache(2, 8, sequences=3, max_length=40)
     q = np.zeros((3, 2, 1, 8), np.float32)
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'k_lengths'"):
-        cache.attention(q, k_lengths=3)
+    for arg in ("k_lengths", "page_table", "q_offsets", "k_offsets", "k", "v"):
+        with pytest.raises(TypeError, match=f"^KVCache.attention: {arg} is given, want it left"):
+            cache.attention(q, **{arg: 3})
     cache.lengths[0] = 5
     assert cache.lengths.tolist() == [0, 0, 0]

@@ -81,6 +81,12 @@ def test_sums_of_entries_that_share_a_matrix():
     for axis in (None, 0, 1, 2, 3, (0, 1), (0, 3), (1, 2), (2, 3), (1, 2, 3), ()):
         np.testing.assert_array_equal(mask.sum(axis), whole.sum(axis))
     assert mask.nnz == np.sum(mask) == whole.sum()
+    for axis in (None, -1):
+        found, want = (np.sum(x, axis, dtype=np.float32) for x in (mask, whole))
+        assert found.dtype == want.dtype
+        np.testing.assert_array_equal(found, want)
+    assert len(mask) == len([*mask]) == 3
+    assert len(mask[0, 0]) == 200
     np.testing.assert_array_equal(np.any(mask, axis=-1), whole.any(axis=-1))
     np.testing.assert_array_equal(np.all(mask, axis=(0, -1)), whole.all(axis=(0, -1)))
     np.testing.assert_array_equal(np.sum(mask, -1, keepdims=True), whole.sum(-1, keepdims=True))

@@ -598,6 +598,8 @@ def damaged(form, part, value):
         (lambda: BitMask.from_csr(sparse.csr_array((1, 2**31))), ValueError,
          "from_csr: matrix has shape (1, 2147483648), want axes shorter than 2**31"),
         (lambda: BitMask.from_csr([GRID]), TypeError, "from_csr: matrix[0] is array("),
+        (lambda: BitMask.from_window((2**16, 2**15), 1), ValueError,
+         "from_window: shape is (65536, 32768) (tuple), want fewer than 2**31 elements"),
         (lambda: BitMask.from_indices(GRID, 2**31), ValueError,
          "k_len is 2147483648 (int), want an int >= 0 and below 2**31"),
         (lambda: BitMask.from_blocks(GRID, 2**70, 3), ValueError, "(int), want an int >= 0 and be"),

@@ -120,6 +120,8 @@ OUT, LSE = np.zeros((3, 2), np.float32), np.zeros(3, np.float32)
         ([OUT], [LSE, LSE], ValueError, "lses has 2 parts, outs has 1, want the same number"),
         (OUT[:0], LSE[:0], ValueError, "lses has 0 parts, outs has 0"),
         ([OUT], LSE[0], TypeError, "lses is a float32, want a sequence of arrays"),
+        (memoryview(OUT), [LSE], TypeError, "outs is a memoryview, want a sequence of arrays"),
+        ([OUT], "lse", TypeError, "lses is a str, want a sequence of arrays"),
         (3, [LSE], TypeError, "outs is a int, want a sequence of arrays"),
         ([OUT, None], [LSE, LSE], TypeError, "outs has a part that is None, want arrays"),
         ([OUT, 1.0], [LSE, LSE], TypeError, "outs[1] is a float, want an array"),

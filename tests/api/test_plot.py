@@ -22,6 +22,15 @@ DRAWN = {
 }
 
 
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_on_are_axes(name):
+    for ax in (3, "ax", plt.subplots(2)[1]):
+        with pytest.raises(
+            TypeError, match=rf"^plot\.{name}: ax is .*, want a matplotlib.axes.Axe"
+        ):
+            DRAWN[name](ax=ax)
+
+
 @pytest.fixture(autouse=True)
 def _closed():
     plt.close("all")

@@ -128,6 +128,15 @@ def test_any_call_agrees_with_the_reference(drawn, least):
     check_against_reference(case, out, lse)
 
 
+@pytest.mark.parametrize("arg", ["bias", "mask"])
+def test_the_reference_takes_arrays(arg):
+    q, k, v = draw((5, 4), (5, 4), (5, 4))
+    matrix = sparse.csr_array(np.eye(5))
+    for function, more in ((reference.attention, ()), (reference.attention_backward, (v,))):
+        with pytest.raises(TypeError, match=f"^reference: {arg} is a sparse matrix, want an array"):
+            function(*more, q, k, v, **{arg: matrix})
+
+
 @pytest.mark.parametrize("mask_heads", [(3,), (1,), ()])
 def test_heads_with_one_query_that_share_keys(mask_heads):
     """They are no rows of one product: the matrix has one row for all of them."""
