@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,6 +147,14 @@ class Expressed(NamedTuple):
     slopes: list[Array]  # by s, and by each element of an array
 
 
+def _converted(real: np.dtype[Any], *rows: Any, **pairs: Any) -> Iterator[Array]:
+    """Return arrays of rows in a dtype; what is of pairs has to be no sparse matrix."""
+    for arg, x in pairs.items():
+        if is_sparse(x):
+            raise TypeError(f"reference: {arg} is a sparse matrix, want an array of all pairs")
+    return (np.asarray(x).astype(real) for x in rows)
+
+
 def scores_of(
     q: Array,
     k: Array,
@@ -168,10 +177,7 @@ def scores_of(
     seed: Any = None,
     **band: Any,
 ) -> Scores:
-    for arg, x in (("bias", bias), ("mask", mask)):
-        if is_sparse(x):
-            raise TypeError(f"reference: {arg} is a sparse matrix, want an array of all pairs")
-    q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
+    q, k, v = _converted(real, q, k, v, bias=bias, mask=mask)
     if page_table is not None:
         k, v = (rows_of_pages(x, page_table, q.ndim) for x in (k, v))
     if min(q.ndim, k.ndim, v.ndim) >= 4:

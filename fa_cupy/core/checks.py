@@ -6,6 +6,7 @@ import math
 import operator
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,15 @@ def is_int(value: Any) -> bool:
     A timedelta64 is none, though NumPy counts its class among those of integers.
     """
     return isinstance(value, (int, np.integer)) and not isinstance(value, np.timedelta64)
+
+
+def sequence(name: str, arg: str, value: Any, wanted: str) -> Sequence[Any]:
+    """Return `value`, which has to be a sequence, or an array with axes; a string is none."""
+    other = isinstance(value, (str, bytes, bytearray, memoryview))
+    if not other and (getattr(value, "ndim", False) or isinstance(value, Sequence)):
+        found: Sequence[Any] = value
+        return found
+    raise TypeError(f"{name}: {arg} is {show(value)}, want {wanted}")
 
 
 def requires_gradient(name: str, arg: str) -> TypeError:

@@ -21,10 +21,9 @@ from fa_cupy.distributed import pieces as of_pieces
 from fa_cupy.distributed import plans
 from fa_cupy.distributed.communicator import Communicator, Facts, agree, require
 from fa_cupy.distributed.order import Segment, rows_of
-from fa_cupy.distributed.pieces import Band, Piece
+from fa_cupy.distributed.pieces import FAR, Band, Piece
 
 WAYS = ("ring", "heads")
-_FAR = 2**62  # longer than any sequence
 
 
 class Hop(NamedTuple):
@@ -239,7 +238,7 @@ def prepare(
         checks.flag(name, "return_lse", return_lse)
         optional = {arg: given[arg] for arg in ("bias", "sinks")}
         found["need"] = _attention.gradients_wanted(name, need, (), **optional) if gradients else ()
-        band = checks.band(name, is_causal, None, window, _FAR, _FAR)
+        band = checks.band(name, is_causal, None, window, FAR, FAR)
         if plan is not None and not (isinstance(plan, str) and plan in WAYS):
             raise ValueError(f"{name}: plan is {checks.show(plan)}, want None, 'ring' or 'heads'")
         shapes = {f"the shape of {arg} but its length": _other_axes(arrays[arg]) for arg in "qkv"}
@@ -352,7 +351,7 @@ def _places(
     q_lens, k_lens = ([own[arg][0] for own in ranks] for arg in "qk")
     queries = orders.segments_of(name, "q", q_lens, order)
     keys = orders.segments_of(name, "k", k_lens, order)
-    band = checks.band(name, is_causal, None, window, _FAR, _FAR)
+    band = checks.band(name, is_causal, None, window, FAR, FAR)
     length = sum(k_lens)
     if band != (None, None) and q_lens != k_lens:
         raise ValueError(

@@ -140,13 +140,20 @@ class Facts(NamedTuple):
     own: Any
 
 
-def require(name: str, comm: Any) -> Communicator:
-    """Return `comm`, which has to be a communicator."""
+def require(name: str, comm: Any, arg: str = "comm") -> Communicator:
+    """Return `comm`, an argument that has to be a communicator, of one of its ranks."""
     if not isinstance(comm, Communicator):
         raise TypeError(
-            f"{name}: comm is {checks.show(comm)}, want a communicator of fa_cupy.distributed "
+            f"{name}: {arg} is {checks.show(comm)}, want a communicator of fa_cupy.distributed "
             "(that of local(n), an MpiCommunicator or an NcclCommunicator)"
         )
+    rank, size = (getattr(comm, fact, None) for fact in ("rank", "size"))
+    if not checks.is_int(rank) or not checks.is_int(size):
+        raise TypeError(
+            f"{name}: {arg} has rank {checks.show(rank)} and size {checks.show(size)}, want ints"
+        )
+    if not 0 <= comm.rank < comm.size:
+        raise ValueError(f"{name}: {arg} has rank {rank} and size {size}, want 0 <= rank < size")
     return comm
 
 

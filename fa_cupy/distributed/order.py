@@ -107,7 +107,7 @@ def positions(length: int, comm: Communicator, *, order: str = "contiguous") -> 
     """
     name = "positions"
     comm = require(name, comm)
-    length = checks.whole(name, "length", length)
+    length = checks.whole(name, "length", length, "an int >= 0 and below 2**60", range(2**60))
     parts = segments(length, comm.size, checked_order(name, order))[comm.rank]
     return np.concatenate([np.arange(part.start, part.start + part.rows) for part in parts])
 
@@ -127,7 +127,7 @@ def split(x: Any, comm: Communicator, *, order: str = "contiguous", axis: int = 
         all ranks have the same work where attention is causal. Chunks differ by one row at most,
         the first ones are the longer ones.
     axis : int
-        The axis of the sequence. An array with one axis needs ``axis=0``.
+        That of the sequence. An array with one axis needs ``axis=0``.
 
     Returns
     -------
@@ -155,7 +155,7 @@ def split(x: Any, comm: Communicator, *, order: str = "contiguous", axis: int = 
     """
     name = "split"
     comm = require(name, comm)
-    axis = _axis(name, x, axis)
+    axis = _axis(name, "x", x, axis)
     parts = segments(x.shape[axis], comm.size, checked_order(name, order))[comm.rank]
     first = [x[_along(x, axis, part.start, part.start + part.rows)] for part in parts]
     adjacent = all(a.start + a.rows == b.start for a, b in itertools.pairwise(parts))
@@ -171,7 +171,7 @@ def join(parts: Sequence[Any], *, order: str = "contiguous", axis: int = -2) -> 
     Parameters
     ----------
     parts : sequence of arrays
-        By rank, of NumPy or all on one device.
+        By rank, of NumPy or all on one device, and of one dtype. Only `axis` differs in length.
     order : {"contiguous", "zigzag"}
         That of `split`.
     axis : int
@@ -204,10 +204,12 @@ def join(parts: Sequence[Any], *, order: str = "contiguous", axis: int = -2) -> 
     """
     name = "join"
     order = checked_order(name, order)
-    parts = list(parts)
+    parts = list(checks.sequence(name, "parts", parts, "a sequence of arrays"))
     if not parts:
         raise ValueError(f"{name}: parts has no arrays, want one of each rank")
-    axis = _axis(name, parts[0], axis)
+    axis = _axis(name, "parts[0]", parts[0], axis)
+    for i, part in enumerate(parts[1:], 1):
+        _check_part(name, f"parts[{i}]", part, parts[0], axis)
     own = segments_of(name, "parts", [part.shape[axis] for part in parts], order)
     chunks = []
     for part, rows in zip(parts, own, strict=True):
@@ -238,12 +240,40 @@ def rows_of(x: Any, begin: int, end: int) -> Any:
     return x if begin == 0 and end == x.shape[-2] else x[..., begin:end, :]
 
 
-def _axis(name: str, x: Any, axis: Any) -> int:
-    if library(x) not in ("numpy", "cupy") or not hasattr(x, "strides"):
-        raise TypeError(f"{name}: got {checks.show(x)}, want an array of NumPy or CuPy")
-    if not isinstance(axis, int) or isinstance(axis, bool) or not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{name}: axis is {checks.show(axis)}, want one of {x.ndim} axes")
-    return axis % int(x.ndim)
+def _check_array(name: str, arg: str, x: Any) -> None:
+    known = library(x) in ("numpy", "cupy") and hasattr(x, "strides")
+    if not known or isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name}: {arg} is {checks.show(x)}, want an array of NumPy or CuPy")
+
+
+def _axis(name: str, arg: str, x: Any, axis: Any) -> int:
+    """Return the axis of the sequence of an array, counted from the first one."""
+    _check_array(name, arg, x)
+    if not x.ndim:
+        raise ValueError(f"{name}: {arg} has no axes, want an array with an axis to split")
+    text = f"{name}: axis is {checks.show(axis)}, want one of {x.ndim} axes"
+    if not checks.is_int(axis) or isinstance(axis, bool):
+        raise TypeError(text)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(text)
+    return int(axis) % int(x.ndim)
+
+
+def _check_part(name: str, arg: str, part: Any, first: Any, axis: int) -> None:
+    """Raise unless one of the arrays to join fits the first one, whatever its length is."""
+    _check_array(name, arg, part)
+    if library(part) != library(first):
+        raise TypeError(
+            f"{name}: {arg} is an array of {library(part)}, parts[0] is one of {library(first)}"
+        )
+    length = part.shape[axis : axis + 1]
+    if part.shape != (*first.shape[:axis], *length, *first.shape[axis + 1 :]):
+        raise ValueError(
+            f"{name}: {arg} has shape {part.shape}, parts[0] has {first.shape}, "
+            f"want them to differ in axis {axis} only"
+        )
+    if part.dtype != first.dtype:
+        raise TypeError(f"{name}: {arg} has dtype {part.dtype}, parts[0] has {first.dtype}")
 
 
 def _along(x: Any, axis: int, begin: int, end: int) -> tuple[slice, ...]:

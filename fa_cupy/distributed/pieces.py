@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fa_cupy.distributed.order import Segment
 
 Band = tuple[int | None, int | None]
+FAR = 2**62  # longer than any sequence
 
 
 class Piece(NamedTuple):

@@ -7,6 +7,7 @@ The model counts floating-point operations, bytes that a rank sends and receives
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from fa_cupy.core import attention_problem, checks
 from fa_cupy.distributed import order as orders
 from fa_cupy.distributed import pieces as of_pieces
 from fa_cupy.distributed.order import Segment
-from fa_cupy.distributed.pieces import Band
+from fa_cupy.distributed.pieces import FAR, Band
 
 _NAME = "plan"
+_MOST = 2**16  # ranks, each of which is looked at
 
 
 class Machine(NamedTuple):
@@ -27,7 +29,7 @@ class Machine(NamedTuple):
     Attributes
     ----------
     flops : float
-        Floating-point operations a second in attention.
+        Floating-point operations a second in attention, in 16 bits.
     memory : float
         Bytes a second of its memory.
     link : float
@@ -40,6 +42,8 @@ class Machine(NamedTuple):
         Seconds that each call of attention takes in addition to its operations.
     host : int
         Ranks of a host.
+    float32, float64 : float, optional
+        How many times as long operations take in these dtypes.
     """
 
     flops: float
@@ -49,6 +53,13 @@ class Machine(NamedTuple):
     latency: float
     call: float
     host: int
+    float32: float = 1.0
+    float64: float = 1.0
+
+    def seconds_of(self, flops: float, itemsize: int) -> float:
+        """Return the seconds of operations of a dtype of so many bytes."""
+        slower = {4: self.float32, 8: self.float64}.get(itemsize, 1.0)
+        return flops * slower / self.flops
 
     def speed_between(self, size: int, distance: int) -> float:
         """Return the bytes a second of the slowest pair, if all ranks send over a distance."""
@@ -57,10 +68,9 @@ class Machine(NamedTuple):
 
 
 #: An H200 with NVLink and one network adapter of 400 Gb/s, at 16 bits and head_dim 128.
-GPU = Machine(7.4e14, 3.6e12, 3.8e11, 5e10, 2e-5, 1e-5, 8)
+GPU = Machine(7.4e14, 3.6e12, 3.8e11, 5e10, 2e-5, 1e-5, 8, float32=12.0, float64=16.0)
 #: Two processor cores, with copies through shared memory.
 CPU = Machine(1e11, 1e10, 5e9, 1e9, 1e-4, 1e-4, 2**30)
-_SLOWER = {"float32": 12.0, "float64": 16.0}  # GPU: times of 16 bits
 
 
 class Plan(NamedTuple):
@@ -134,7 +144,7 @@ class Work(NamedTuple):
     def _ring_of(self, rank: int, machine: Machine) -> tuple[float, int]:
         """Transfers run while the block before is computed; returned gradients after the last."""
         own = of_pieces.own_pieces(self.queries[rank], self.keys[rank], self.band)
-        rate = self.flops_of_pair / machine.flops
+        rate = machine.seconds_of(self.flops_of_pair, self.itemsize)
         computed = rate * of_pieces.pairs(own, self.band) + machine.call * len(own)
         row = self.itemsize * self.kv_heads * sum(self.dims)
         merged = self.itemsize * self.heads * (self.dims[1] if not self.gradients else self.dims[0])
@@ -174,7 +184,8 @@ class Work(NamedTuple):
         whole = Segment(0, sum(part.rows for parts in self.queries for part in parts))
         keys = Segment(0, sum(part.rows for parts in self.keys for part in parts))
         own = of_pieces.own_pieces((whole,), (keys,), self.band)
-        computed = self.flops_of_pair / size / machine.flops * of_pieces.pairs(own, self.band)
+        rate = machine.seconds_of(self.flops_of_pair / size, self.itemsize)
+        computed = rate * of_pieces.pairs(own, self.band)
         near = min(machine.host, size) - 1
         sent = count * near / max(1, size - 1) / machine.link
         sent += count * (size - 1 - near) / max(1, size - 1) / machine.far_link
@@ -232,30 +243,20 @@ def way_of(
         return wanted or "ring"
     q, k, v = (arrays[arg] for arg in "qkv")
     return _way(
-        places, _count(q), _count(k), (k.shape[-1], v.shape[-1]), q.dtype.name, gradients, backend
-    )
+        places, _count(q), _count(k), (k.shape[-1], v.shape[-1]), q.dtype.itemsize, gradients,
+        backend,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
 def _way(
-    places: Any, heads: int, kv_heads: int, dims: tuple[int, int], dtype: str, gradients: bool,
+    places: Any, heads: int, kv_heads: int, dims: tuple[int, int], itemsize: int, gradients: bool,
     backend: str,
 ) -> str:  # fmt: skip
-    itemsize = np.dtype(_DTYPES[dtype]).itemsize
     work = Work(
         places.queries, places.keys, places.band, heads, kv_heads, dims, itemsize, gradients
     )
-    return choose(work, machine_of(backend, dtype)).way
-
-
-_DTYPES = {str(dtype): dtype for dtype in attention_problem.FLOAT_DTYPES}
-
-
-def machine_of(backend: str, dtype: str) -> Machine:
-    """Return the machine that choices are made for."""
-    if backend == "numpy":
-        return CPU
-    return GPU._replace(flops=GPU.flops / _SLOWER.get(dtype, 1.0))
+    return choose(work, CPU if backend == "numpy" else GPU).way
 
 
 def _count(x: Any) -> int:
@@ -285,14 +286,14 @@ def plan(
     shape : sequence of int
         Of all queries: (..., heads, length, D). There are as many keys.
     size : int
-        The number of ranks.
+        The number of ranks, at most 65536.
     kv_heads : int, optional
-        Heads of keys and values; by default those of the queries.
+        Heads of keys and values, a divisor of those of the queries; as many by default.
     v_dim : int, optional
         Columns of the values; D by default.
     dtype : dtype
-        Its size determines how many bytes are sent. The speed of computing is that of `machine`,
-        whatever the dtype is.
+        float16, bfloat16, float32 or float64: how many bytes are sent, and how fast `machine`
+        computes.
     order : {"contiguous", "zigzag"}
     is_causal : bool
     window : (left, right), optional
@@ -300,8 +301,8 @@ def plan(
     gradients : bool
         Whether the time is that of `attention_backward`.
     machine : Machine
-        By default ``fa_cupy.distributed.plans.GPU``: H200s that compute in 16 bits. There is also
-        ``fa_cupy.distributed.plans.CPU``, for two processor cores.
+        By default ``fa_cupy.distributed.plans.GPU``, for H200s. There is also
+        ``fa_cupy.distributed.plans.CPU``, for two processor cores. `attention` chooses by these.
 
     Returns
     -------
@@ -320,23 +321,68 @@ def plan(
     >>> found.way, sorted(found.seconds)
     ('ring', ['heads', 'ring'])
     """
-    shape = tuple(checks.whole(_NAME, f"shape[{i}]", n) for i, n in enumerate(shape))
-    if len(shape) < 2:
-        raise ValueError(f"{_NAME}: shape is {shape}, want (..., heads, length, D)")
-    size = checks.whole(_NAME, "size", size, "an int >= 1")
-    if not size:
-        raise ValueError(f"{_NAME}: size is 0, want an int >= 1")
+    shape = _checked_shape(shape)
+    size = checks.whole(_NAME, "size", size, f"an int from 1 to {_MOST}", range(1, _MOST + 1))
     heads = shape[-3] if len(shape) > 2 else 0
-    of_keys = heads if kv_heads is None else checks.whole(_NAME, "kv_heads", kv_heads)
-    dims = shape[-1], shape[-1] if v_dim is None else checks.whole(_NAME, "v_dim", v_dim)
+    of_keys = heads if kv_heads is None else _checked_kv_heads(kv_heads, heads)
+    dims = shape[-1], shape[-1] if v_dim is None else _whole("v_dim", v_dim)
     segments = tuple(orders.segments(shape[-2], size, orders.checked_order(_NAME, order)))
-    band = checks.band(_NAME, is_causal, None, window, 2**62, 2**62)
+    band = checks.band(_NAME, is_causal, None, window, FAR, FAR)
     batch = 1
     for n in shape[:-3]:
         batch *= n
-    itemsize = np.dtype(_DTYPES.get(str(dtype), dtype)).itemsize
     work = Work(
         segments, segments, band, batch * max(1, heads), batch * max(1, of_keys), dims,
-        itemsize, checks.flag(_NAME, "gradients", gradients),
+        _itemsize(dtype), checks.flag(_NAME, "gradients", gradients),
     )  # fmt: skip
-    return choose(work, machine, obstacle(size, (heads, of_keys, of_keys)))
+    return choose(work, _checked_machine(machine), obstacle(size, (heads, of_keys, of_keys)))
+
+
+def _whole(arg: str, value: Any, least: int = 0) -> int:
+    wanted = f"an int >= {least} and below 2**62"
+    return checks.whole(_NAME, arg, value, wanted, range(least, FAR))
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    given = checks.sequence(_NAME, "shape", shape, "a sequence of ints (..., heads, length, D)")
+    found = tuple(_whole(f"shape[{i}]", n) for i, n in enumerate(given))
+    if len(found) < 2:
+        raise ValueError(f"{_NAME}: shape is {found}, want (..., heads, length, D)")
+    if math.prod(max(1, n) for n in found) >= FAR:
+        raise ValueError(f"{_NAME}: shape is {checks.show(found)}, want below 2**62 elements")
+    return found
+
+
+def _checked_kv_heads(kv_heads: Any, heads: int) -> int:
+    count = _whole("kv_heads", kv_heads, 1)
+    if heads % count:
+        raise ValueError(f"{_NAME}: kv_heads is {count}, want a divisor of the {heads} heads")
+    return count
+
+
+def _itemsize(dtype: Any) -> int:
+    text = f"{_NAME}: dtype is {checks.show(dtype)}, want float16, bfloat16, float32 or float64"
+    if dtype is None:  # which is float64 to NumPy
+        raise TypeError(text)
+    try:
+        found = np.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(text) from None
+    if found not in attention_problem.FLOAT_DTYPES:
+        raise TypeError(text)
+    return int(found.itemsize)
+
+
+def _checked_machine(machine: Any) -> Machine:
+    if not isinstance(machine, Machine):
+        raise TypeError(f"{_NAME}: machine is {checks.show(machine)}, want a Machine")
+    found: dict[str, Any] = {}
+    for field, value in machine._asdict().items():
+        arg = f"machine.{field}"
+        if field == "host":
+            found[field] = _whole(arg, value, 1)
+            continue
+        found[field] = checks.finite(_NAME, arg, value, 0.0)
+        if not found[field] and field not in ("latency", "call"):
+            raise ValueError(f"{_NAME}: {arg} is {checks.show(value)}, want a finite number > 0")
+    return Machine(**found)

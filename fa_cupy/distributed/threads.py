@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import queue
 import threading
 import traceback
@@ -19,6 +20,7 @@ from fa_cupy.distributed.communicator import Communicator, RankError, compare, o
 from fa_cupy.distributed.order import library
 
 _NAME = "local"
+_MOST = 1024  # ranks, which have as many queues each
 
 
 class _Stopped(NamedTuple):
@@ -244,7 +246,13 @@ class Local:
                 target=_work, args=(rank, device, self._jobs[rank]), daemon=True,
                 name=f"fa_cupy rank {rank}",
             )  # fmt: skip
-            worker.start()
+            try:
+                worker.start()
+            except RuntimeError as error:
+                self.close()
+                raise RuntimeError(
+                    f"{_NAME}: size is {size}, and no more than {rank} threads can be started"
+                ) from error
             self._workers.add(worker.ident)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -258,6 +266,8 @@ class Local:
         """
         if threading.get_ident() in self._workers:
             raise RuntimeError(f"{_NAME}: a rank has called all ranks, want calls from outside")
+        if not callable(function):
+            raise TypeError(f"{_NAME}: function is {checks.show(function)}, want a callable")
         with self._calling:
             return self._call(function, args)
 
@@ -316,7 +326,7 @@ def local(
     Parameters
     ----------
     size : int, optional
-        The number of ranks; by default that of `devices`.
+        The number of ranks, at most 1024; by default that of `devices`.
     devices : sequence of int, optional
         The GPU of each rank. By default rank r has GPU r if CuPy finds `size` GPUs or more, and
         otherwise all ranks compute on the CPU, as they do with ``devices=[]``. Ranks may share a
@@ -335,6 +345,8 @@ def local(
     ------
     TypeError, ValueError
         With a message that names the argument.
+    RuntimeError
+        If the system cannot start so many threads.
 
     See Also
     --------
@@ -359,23 +371,31 @@ def local(
     True
     """
     if devices is not None:
-        devices = tuple(
-            checks.whole(_NAME, f"devices[{i}]", x, "a device number")
-            for i, x in enumerate(devices)
-        )
+        devices = _device_numbers(devices)
     if size is None and not devices:
         raise ValueError(f"{_NAME}: neither size nor devices is given, want one of them")
-    count = len(devices or ()) if size is None else checks.whole(_NAME, "size", size, "an int >= 1")
-    if count < 1:
-        raise ValueError(f"{_NAME}: size is {checks.show(size)}, want an int >= 1")
+    wanted = f"an int from 1 to {_MOST}"
+    count = len(devices or ()) if size is None else size
+    count = checks.whole(_NAME, "size", count, wanted, range(1, _MOST + 1))
     if devices and len(devices) != count:
         raise ValueError(f"{_NAME}: devices has {len(devices)} numbers, size is {count}")
     timeout = checks.finite(_NAME, "timeout", timeout, minimum=0.0)
+    timeout = min(timeout, threading.TIMEOUT_MAX)  # 292 years
     if devices is None:
         devices = tuple(range(count)) if _gpus() >= count else ()
     elif devices and max(devices) >= _gpus():
         raise ValueError(f"{_NAME}: devices has {max(devices)}, CuPy finds {_gpus()} GPUs")
     return Local(count, devices, timeout)
+
+
+def _device_numbers(devices: Any) -> tuple[int, ...]:
+    given = checks.sequence(_NAME, "devices", devices, "a sequence of device numbers")
+    some = list(itertools.islice(given, _MOST + 1))
+    if len(some) > _MOST:
+        raise ValueError(f"{_NAME}: devices has more than {_MOST} numbers, want one a rank")
+    return tuple(
+        checks.whole(_NAME, f"devices[{i}]", x, "a device number") for i, x in enumerate(some)
+    )
 
 
 def _gpus() -> int:

@@ -35,6 +35,29 @@ def mpirun(count, program, *arguments):
     return done, time.monotonic() - begin
 
 
+NO_GROUP = """
+from mpi4py import MPI
+from fa_cupy import distributed
+
+for comm in (MPI.COMM_NULL, MPI.COMM_SELF.Split(MPI.UNDEFINED), 3):
+    try:
+        distributed.MpiCommunicator(comm)
+    except (TypeError, ValueError) as error:
+        print(error)
+"""
+
+
+def test_a_communicator_without_processes_is_an_error():
+    """It is not taken for all processes."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_GROUP], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS,
+        check=True,
+    )  # fmt: skip
+    null = "MpiCommunicator: comm is null, want one group of processes"
+    wrong = "MpiCommunicator: comm is 3 (int), want an mpi4py.MPI.Comm"
+    assert done.stdout.splitlines() == [null, null, wrong]
+
+
 def test_two_three_and_four_processes():
     """All in one start, which takes longer than the cases."""
     examples = hypothesis.settings.default.max_examples // 10

@@ -55,7 +55,19 @@ def test_contiguous_parts_are_views():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: distributed.split(3, Rank(0, 2)), TypeError, "split: got 3 .int., want an array"),
+        (lambda: distributed.split(3, Rank(0, 2)), TypeError, "split: x is 3 .int., want an array"),
+        (lambda: distributed.split([[1], [2]], Rank(0, 2)), TypeError, r"split: x is \[\[1\], "),
+        (
+            lambda: distributed.split(np.ma.ones((3, 1)), Rank(0, 2)),
+            TypeError,
+            "split: x is .* .MaskedArray., want an array of NumPy or CuPy",
+        ),
+        (lambda: distributed.split(np.ones(()), Rank(0, 2), axis=0), ValueError, "x has no axes"),
+        (
+            lambda: distributed.split(np.ones((3, 1)), Rank(0, 2), axis=1.0),
+            TypeError,
+            "split: axis is 1.0 .float., want one of 2 axes",
+        ),
         (lambda: distributed.split(np.ones(3), Rank(0, 2)), ValueError, "axis is -2 .int., want"),
         (lambda: distributed.split(np.ones((3, 1)), 2), TypeError, "comm is 2 .int., want a comm"),
         (
@@ -63,7 +75,46 @@ def test_contiguous_parts_are_views():
             ValueError,
             "order is 'striped' .str., want 'contiguous' or 'zigzag'",
         ),
+        (
+            lambda: distributed.split(np.ones((3, 1)), Rank(2, 2)),
+            ValueError,
+            "split: comm has rank 2 and size 2, want 0 <= rank < size",
+        ),
+        (
+            lambda: distributed.positions(3, Rank("a", 2)),
+            TypeError,
+            "positions: comm has rank 'a' .str. and size 2 .int., want ints",
+        ),
+        (lambda: distributed.positions(2.5, Rank(0, 2)), TypeError, "positions: length is 2.5"),
+        (
+            lambda: distributed.positions(10**30, Rank(0, 2)),
+            ValueError,
+            "positions: length is 10* .int., want an int >= 0 and below 2",
+        ),
         (lambda: distributed.join([]), ValueError, "parts has no arrays"),
+        (lambda: distributed.join(3), TypeError, "join: parts is 3 .int., want a sequence of arr"),
+        (lambda: distributed.join(np.ones(())), TypeError, "parts is array.1.. .ndarray., want a"),
+        (lambda: distributed.join("ab"), TypeError, "join: parts is 'ab' .str., want a sequence"),
+        (
+            lambda: distributed.join([np.ones((1, 2)), 3]),
+            TypeError,
+            r"join: parts\[1\] is 3 .int., want an array of NumPy or CuPy",
+        ),
+        (
+            lambda: distributed.join([np.ones((1, 2)), np.ones((1, 3))]),
+            ValueError,
+            r"join: parts\[1\] has shape \(1, 3\), parts\[0\] has \(1, 2\), want",
+        ),
+        (
+            lambda: distributed.join([np.ones((1, 2)), np.ones((4, 1, 2))]),
+            ValueError,
+            r"join: parts\[1\] has shape \(4, 1, 2\), parts\[0\] has \(1, 2\)",
+        ),
+        (
+            lambda: distributed.join([np.ones((1, 2)), np.ones((1, 2), np.float32)]),
+            TypeError,
+            r"join: parts\[1\] has dtype float32, parts\[0\] has float64",
+        ),
         (
             lambda: distributed.join([np.ones((1, 2)), np.ones((3, 2))], order="zigzag"),
             ValueError,
@@ -74,6 +125,12 @@ def test_contiguous_parts_are_views():
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_an_axis_may_be_an_integer_of_numpy_and_parts_one_array():
+    x = np.arange(12).reshape(4, 3)
+    parts = [distributed.split(x, Rank(rank, 2), axis=np.int64(0)) for rank in range(2)]
+    np.testing.assert_array_equal(distributed.join(np.stack(parts), axis=np.int64(-2)), x)
 
 
 def visible(places, band):

@@ -1,10 +1,13 @@
 """The model of costs, and the choice between the ring and an exchange for heads."""
 
+from functools import partial
+
+import ml_dtypes
 import numpy as np
 import pytest
 
 from fa_cupy import distributed
-from fa_cupy.distributed import order, plans
+from fa_cupy.distributed import calls, order, plans
 from validation import copy_trace, ring
 
 FAST_LINKS = plans.GPU._replace(link=1e20, far_link=1e20, latency=0.0, call=0.0, memory=1e20)
@@ -85,7 +88,37 @@ def test_the_choice_is_the_faster_way():
     [
         (lambda: distributed.plan((8,), 2), ValueError, r"shape is \(8,\), want \(..., heads"),
         (lambda: distributed.plan((8, -1), 2), ValueError, r"shape\[1\] is -1"),
-        (lambda: distributed.plan((8, 8, 8), 0), ValueError, "size is 0, want an int >= 1"),
+        (lambda: distributed.plan((8, 8, 8), 0), ValueError, "size is 0 .int., want an int from 1"),
+        (lambda: distributed.plan((8, 8), 10**30), ValueError, "size is 10* .int., want an int fr"),
+        (lambda: distributed.plan(4, 2), TypeError, "plan: shape is 4 .int., want a sequence of i"),
+        (lambda: distributed.plan({8, 16}, 2), TypeError, "plan: shape is .*set., want a sequence"),
+        (lambda: distributed.plan((8, 10**400), 2), ValueError, r"plan: shape\[1\] is 10*"),
+        (lambda: distributed.plan((2**40, 2**40), 2), ValueError, "want below 2..62 elements"),
+        (lambda: distributed.plan((8, 8), 2, v_dim=10**400), ValueError, "plan: v_dim is 10*"),
+        (lambda: distributed.plan((8, 8, 8), 2, kv_heads=0), ValueError, "kv_heads is 0 .int., wa"),
+        (lambda: distributed.plan((8, 8, 8), 2, kv_heads=3), ValueError, "is 3, want a divisor of"),
+        *(
+            (
+                partial(distributed.plan, (8, 8), 2, dtype=dtype),
+                TypeError,
+                "plan: dtype is .*, want",
+            )
+            for dtype in (object(), "foo", "int8", ">f4", None, 3)
+        ),
+        (lambda: distributed.plan((8, 8), 2, machine=3), TypeError, "plan: machine is 3 .int., wa"),
+        *(
+            (partial(distributed.plan, (8, 8), 2, machine=plans.GPU._replace(**wrong)), error, text)
+            for wrong, error, text in [
+                (
+                    {"flops": 0},
+                    ValueError,
+                    "plan: machine.flops is 0 .int., want a finite number > 0",
+                ),
+                ({"link": "1"}, TypeError, "plan: machine.link is '1' .str., want a finite number"),
+                ({"latency": -1.0}, ValueError, "plan: machine.latency is -1.0 .float., want a f"),
+                ({"host": 0}, ValueError, "plan: machine.host is 0 .int., want an int >= 1"),
+            ]
+        ),
         (lambda: distributed.plan((8, 8), 2, order="x"), ValueError, "order is 'x'"),
         (lambda: distributed.plan((8, 8), 2, gradients=2), TypeError, "gradients is 2"),
     ],
@@ -101,8 +134,6 @@ def test_calls_take_the_way_of_the_model(monkeypatch):
     x = np.zeros((4, 64, 8))
 
     def part(comm):
-        from fa_cupy.distributed import calls
-
         given = {"q": x, "k": x, "v": x, "bias": None, "mask": None, "sinks": None}
         call = calls.prepare(
             "attention", comm, given, plan=None, order="contiguous", is_causal=True, window=None
@@ -122,6 +153,34 @@ def test_calls_take_the_way_of_the_model(monkeypatch):
             assert taken[-2:] == [wanted] * 2
     plans._way.cache_clear()
     assert taken[0] != taken[2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slower"),
+    [("float16", 1), (ml_dtypes.bfloat16, 1), (np.float32, 12), (np.dtype("float64"), 16)],
+)
+def test_estimates_are_those_of_the_dtype(dtype, slower):
+    """In each way; a machine of one speed has it for all dtypes."""
+    given = (16, 4096, 128), 4
+    fast = distributed.plan(*given, machine=FAST_LINKS, dtype="float16").seconds
+    found = distributed.plan(*given, machine=FAST_LINKS, dtype=dtype).seconds
+    assert found == pytest.approx({way: slower * x for way, x in fast.items()})
+    same = distributed.Machine(*FAST_LINKS[:7])
+    assert distributed.plan(*given, machine=same, dtype=dtype).seconds == pytest.approx(fast)
+
+
+def test_the_public_choice_is_that_of_calls():
+    """On a GPU in float32, whose products take longer while as many bytes are sent."""
+    ways = set()
+    for length in 2 ** np.arange(8, 18):
+        parts = tuple(order.segments(int(length), 8, "zigzag"))
+        places = calls.Places(parts, parts, (None, 0), False)
+        for dtype in map(np.dtype, ("float16", "float32", "float64")):
+            taken = plans._way(places, 16, 16, (128, 128), dtype.itemsize, False, "cupy")
+            options = {"order": "zigzag", "is_causal": True, "dtype": dtype}
+            assert distributed.plan((16, length, 128), 8, **options).way == taken
+            ways.add((dtype.name, taken))
+    assert len(ways) == 6
 
 
 def test_validation_predicts_without_a_gpu(capsys):

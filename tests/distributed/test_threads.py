@@ -273,7 +273,9 @@ def test_results_and_errors_come_by_rank():
     ("arguments", "text"),
     [
         ({}, "neither size nor devices is given"),
-        ({"size": 0}, "size is 0 .int., want an int >= 1"),
+        ({"size": 0}, "size is 0 .int., want an int from 1 to 1024"),
+        ({"size": 10**30}, "local: size is 10* .int., want an int from 1 to 1024"),
+        ({"devices": range(10**30)}, "local: devices has more than 1024 numbers"),
         ({"size": 2, "devices": [0]}, "devices has 1 numbers, size is 2"),
         ({"size": 2, "timeout": -1}, "timeout is -1 .int., want a finite number >= 0"),
     ],
@@ -281,6 +283,50 @@ def test_results_and_errors_come_by_rank():
 def test_errors_of_local(arguments, text):
     with pytest.raises(ValueError, match=text):
         distributed.local(**arguments)
+
+
+@pytest.mark.parametrize("devices", [1, "01", {0}, np.array(1)])
+def test_devices_are_a_sequence(devices):
+    with pytest.raises(TypeError, match=r"local: devices is .*, want a sequence of device numbers"):
+        distributed.local(devices=devices)
+
+
+def test_threads_that_cannot_be_started_are_an_error(monkeypatch):
+    """Those that were started before end."""
+    started = []
+    start = threading.Thread.start
+
+    def start_two(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="local: size is 3, and no more than 2 threads can be"):
+        distributed.local(3, devices=[])
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_ranks_call_what_can_be_called(pair):
+    with pytest.raises(TypeError, match=r"local: function is 3 .int., want a callable"):
+        pair(3)
+
+
+def test_a_long_timeout_is_none():
+    """Longer than a queue of Python can wait."""
+    with distributed.local(2, devices=[], timeout=1e30) as ranks:
+        assert [x.shape for x in ranks(attention)] == [X.shape] * 2
+
+
+def test_arguments_of_an_nccl_communicator():
+    with pytest.raises(TypeError, match=r"NcclCommunicator: host is 3 .int., want a communicator"):
+        distributed.NcclCommunicator(3)
+    text = r"NcclCommunicator: device is 'a' .str., want a device number"
+    with distributed.local(1, devices=[]) as ranks, pytest.raises(TypeError, match=text):
+        ranks(lambda comm: distributed.NcclCommunicator(comm, device="a"))
 
 
 def test_the_result_lies_in_memory_as_the_queries_do(pair):
