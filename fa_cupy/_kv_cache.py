@@ -14,7 +14,7 @@ from fa_cupy._attention import attention
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import checks
 from fa_cupy.core.arrays import overlap
-from fa_cupy.core.attention_problem import FLOAT_DTYPES
+from fa_cupy.core.attention_problem import dtype_of
 from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.keys.gathered import as_integers
 from fa_cupy.keys.layout import PAGE_MULTIPLE
@@ -141,7 +141,7 @@ class KVCache:
         name = "KVCache"
         if getattr(xp, "__name__", None) not in _LIBRARIES:
             raise TypeError(f"{name}: xp is {checks.show(xp)}, want the module numpy or cupy")
-        self._dtype = _float_dtype(name, dtype)
+        self._dtype = dtype_of(name, dtype)
         heads = _positive(name, "heads", heads)
         dims = [
             _positive(name, arg, dim)
@@ -469,18 +469,6 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
         if isinstance(x, BitMask) or is_sparse(x):
             kind = "BitMask" if isinstance(x, BitMask) else "sparse matrix"
             raise TypeError(f"{name}: {arg} is a {kind}, want an array")
-
-
-def _float_dtype(name: str, dtype: Any) -> np.dtype[Any]:
-    text = f"{name}: dtype is {checks.show(dtype)}, want float16, bfloat16, float32 or float64"
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        raise TypeError(text) from None
-    for known in FLOAT_DTYPES:
-        if found == known and dtype is not None:  # which NumPy takes for float64
-            return known
-    raise TypeError(text)
 
 
 def _as_slice(numbers: npt.NDArray[np.int64]) -> slice | None:

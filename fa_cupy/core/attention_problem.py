@@ -394,6 +394,19 @@ def check_axes(name: str, arrays: dict[str, Any]) -> None:
             )
 
 
+def dtype_of(name: str, dtype: Any) -> np.dtype[Any]:
+    """Return one of `FLOAT_DTYPES`, given as NumPy takes dtypes; raise TypeError for another."""
+    text = f"{name}: dtype is {checks.show(dtype)}, want {_FLOAT_NAMES}"
+    try:
+        found = np.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(text) from None
+    for known in FLOAT_DTYPES:
+        if found == known and dtype is not None:  # which NumPy takes for float64
+            return known
+    raise TypeError(text)
+
+
 def float_dtype(name: str, arg: str, array: Any, others: str = "") -> np.dtype[Any]:
     """Return the dtype of an array, one of `FLOAT_DTYPES`; raise TypeError for another.
 

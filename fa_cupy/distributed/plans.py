@@ -11,8 +11,6 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fa_cupy.core import attention_problem, checks
 from fa_cupy.distributed import order as orders
 from fa_cupy.distributed import pieces as of_pieces
@@ -333,7 +331,8 @@ def plan(
         batch *= n
     work = Work(
         segments, segments, band, batch * max(1, heads), batch * max(1, of_keys), dims,
-        _itemsize(dtype), checks.flag(_NAME, "gradients", gradients),
+        attention_problem.dtype_of(_NAME, dtype).itemsize,
+        checks.flag(_NAME, "gradients", gradients),
     )  # fmt: skip
     return choose(work, _checked_machine(machine), obstacle(size, (heads, of_keys, of_keys)))
 
@@ -358,19 +357,6 @@ def _checked_kv_heads(kv_heads: Any, heads: int) -> int:
     if heads % count:
         raise ValueError(f"{_NAME}: kv_heads is {count}, want a divisor of the {heads} heads")
     return count
-
-
-def _itemsize(dtype: Any) -> int:
-    text = f"{_NAME}: dtype is {checks.show(dtype)}, want float16, bfloat16, float32 or float64"
-    if dtype is None:  # which is float64 to NumPy
-        raise TypeError(text)
-    try:
-        found = np.dtype(dtype)
-    except (TypeError, ValueError):
-        raise TypeError(text) from None
-    if found not in attention_problem.FLOAT_DTYPES:
-        raise TypeError(text)
-    return int(found.itemsize)
 
 
 def _checked_machine(machine: Any) -> Machine:
