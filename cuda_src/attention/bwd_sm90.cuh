@@ -172,7 +172,7 @@ FA_DEVICE int first_turn(const AttentionParams& p, int query_tile) {
 // waits forever.
 FA_DEVICE void wait_for_wave_before(const BwdSm90Params& params, const WorkTile& work) {
   const AttentionParams& p = params.common;
-  const bool sees_all = work.end - work.begin == p.q_tiles;
+  const bool sees_all = !work.has_no_query && work.end - work.begin == p.q_tiles;
   if (!sees_all || p.q_tiles * params.group < kLongQueryTiles) return;
   const uint32 number = kReverseKvOrder ? params.k_tiles - 1 - work.tile : work.tile;
   if (number == 0 || !begins_wave(params, work.entry / params.group, number)) return;

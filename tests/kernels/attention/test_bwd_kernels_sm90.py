@@ -115,12 +115,21 @@ def test_the_schedule_does_not_show(dim, causal):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("dim", only((64, 96, 128), 128))
-@pytest.mark.parametrize("causal", [False, True])
-def test_blocks_on_a_long_entry_wait_for_those_before(dim, causal, monkeypatch):
+@pytest.mark.parametrize(
+    ("q_len", "options"),
+    [
+        (200, {}),
+        (200, {"is_causal": True}),
+        (200, {"window": (500, 500)}),  # all blocks but the first see all queries
+        (30, {"window": (100, 0)}),  # most see none
+    ],
+    ids=str,
+)
+def test_blocks_on_a_long_entry_wait_for_those_before(dim, q_len, options, monkeypatch):
     """Nobody waits forever, and the bits are those of blocks that do not wait."""
-    options = {"is_causal": True, "causal_align": BOTTOM} if causal else {}
+    options = {**options, "causal_align": BOTTOM}
     for heads in ((2, 2), (3, 1)):
-        call = case("bfloat16", heads, (200, 520), (dim, dim), **options)
+        call = case("bfloat16", heads, (q_len, 520), (dim, dim), **options)
         want = [x.tobytes() for x in solve(call)]
         with monkeypatch.context() as patched:
             patched.setattr(bwd_sm90.BwdSm90, "rows_of_l2_group", 128)
