@@ -179,6 +179,9 @@ class BitMask(Sources, Algebra):
         """Length of the first axis."""
         return self.shape[0]
 
+    def __reversed__(self) -> Iterator[BitMask]:
+        return iter([*self][::-1])
+
     def __getitem__(self, index: Any) -> BitMask:
         of_batch, *spans = slices.parts_of(index, self.shape)
         try:

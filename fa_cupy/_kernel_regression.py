@@ -88,7 +88,7 @@ def kernel_regression(
     are computed again in float64. Weights have a relative error below 1e-5 (for results in 16 bits,
     that of 16 bits).
 
-    Distances in more dims come from products of coordinates around the mean of `X`: in float32
+    Distances in more dims come from products of coordinates around the median of `X`: in float32
     where a bound of the rounding allows it, otherwise in float64, with a warning where that is not
     accurate enough either.
 

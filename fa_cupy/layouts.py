@@ -417,7 +417,8 @@ def _indices(name: str, **given: Any) -> list[Any]:
     for arg, index in given.items():
         if not isinstance(index, int):
             array = index if hasattr(index, "astype") else np.asarray(index)
-            if array.dtype.kind not in "iu":
+            is_empty = not array.size and not hasattr(index, "dtype")  # as [] is, of float64
+            if array.dtype.kind not in "iu" and not is_empty:
                 raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want integers")
             index = array.astype(np.int64, copy=False)
         found.append(index)

@@ -399,7 +399,7 @@ def dtype_of(name: str, dtype: Any) -> np.dtype[Any]:
     text = f"{name}: dtype is {checks.show(dtype)}, want {_FLOAT_NAMES}"
     try:
         found = np.dtype(dtype)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):
         raise TypeError(text) from None
     for known in FLOAT_DTYPES:
         if found == known and dtype is not None:  # which NumPy takes for float64

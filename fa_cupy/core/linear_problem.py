@@ -209,7 +209,9 @@ def _is_empty_of_others(ends: Any) -> bool:
     Indexing in NumPy takes an empty list, and no empty array of floats.
     """
     shape, dtype = getattr(ends, "shape", ()), getattr(ends, "dtype", "int")
-    return 0 in shape and (len(shape) != 1 or not re.match(r"(\w+\.)?u?int", str(dtype)))
+    kind = getattr(dtype, "kind", None)  # that of PyTorch has none
+    is_int = re.match(r"(\w+\.)?u?int", str(dtype)) if kind is None else kind in "iu"
+    return 0 in shape and (len(shape) != 1 or not is_int)
 
 
 def _with_axis(view: View, states: tuple[int, ...], state: Any) -> View:

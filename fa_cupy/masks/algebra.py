@@ -116,7 +116,7 @@ class Algebra:
         else:
             found = export.sums(self._grid, self._store.host(), self.entries, axes)
         if dtype is not None:
-            found = np.asarray(found, dtype)[()]
+            found = np.asarray(found, np.int64).astype(dtype)[()]
         return np.expand_dims(found, axes) if keeps else found
 
     def any(

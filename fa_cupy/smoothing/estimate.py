@@ -23,6 +23,7 @@ from fa_cupy.smoothing.regression import Regression, narrowed, widened
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 #: How far weights may be off, relatively, by the dtype of the result.
 _TOLERANCE = {_SINGLE: 1e-5, _DOUBLE: 1e-5, np.dtype(np.float16): 2.0**-12, BFLOAT16: 2.0**-9}
+_SAMPLES = 1000  # whose median is near that of all
 _UNIT = {_SINGLE: 2.0**-24, _DOUBLE: 2.0**-53}
 
 
@@ -127,17 +128,29 @@ def _improve(p: Regression, out: Any, lse: Any, empty: Any) -> None:
 
 
 def centred(p: Regression) -> Products:
-    """Return coordinates in bandwidths, around the mean of the finite samples of each entry."""
+    """Return coordinates in bandwidths, around the median of the samples of each entry."""
     p = p.in_float64()
-    finite = p.xp.isfinite(p.X).all(axis=-1, keepdims=True)  # a mask may hide the others
-    total = p.xp.where(finite, p.X, 0.0).sum(axis=-2, keepdims=True)
-    total = p.xp.where(p.xp.isfinite(total), total, 0.0)  # any centre gives the same distances
-    centre = total / p.xp.maximum(1, finite.sum(axis=-2, keepdims=True))
+    centre = _median(p.xp, p.X)
     factor = p.inverse_width
     if not isinstance(factor, float):
         factor = factor[..., None, :]
     x, X = p.x - centre, p.X - centre
     return Products(x * factor, X * factor, x, X)
+
+
+def _median(xp: Any, X: Any) -> Any:
+    """Return the median of each finite coordinate over samples, some if there are many.
+
+    Any centre gives the same distances. A few samples that are far away do not move this one.
+    """
+    some = X[..., :: max(1, X.shape[-2] // _SAMPLES), :]
+    if not some.shape[-2]:
+        return xp.zeros((*X.shape[:-2], 1, X.shape[-1]))
+    finite = xp.isfinite(some)
+    middle = xp.maximum(0, finite.sum(axis=-2, keepdims=True) - 1) // 2
+    in_order = xp.sort(xp.where(finite, some, np.inf), axis=-2)
+    centre = xp.take_along_axis(in_order, middle, axis=-2)
+    return xp.where(xp.isfinite(centre), centre, 0.0)
 
 
 def _precise_enough(p: Regression, products: Products, exact: bool) -> np.dtype[Any]:

@@ -157,18 +157,23 @@ def prepared(xp: Any, image: Any, means: Means) -> Prepared:
 
 
 def _around_zero(xp: Any, values: Any, finite: Any) -> tuple[Any, float]:
-    """Return pixels less their mean, and the largest of those that are finite.
+    """Return pixels less their median, and the largest of those that are finite.
 
-    Distances do not change, but numbers around zero are rounded finer.
+    Distances do not change, but numbers around zero are rounded finer. The median of all is near
+    most of them, however large some are.
     """
-    zero = values.dtype.type(0)
-    count = xp.maximum(finite.sum(axis=(0, 1)), 1).astype(values.dtype)
-    mean = xp.where(finite, values, zero).sum(axis=(0, 1)) / count
-    pixels = values - xp.where(xp.isfinite(mean), mean, zero)
+    pixels = values - _median(xp, values, finite)
     largest = _largest(xp, pixels, finite)
     if math.isinf(largest):  # a difference that the dtype does not hold
         pixels, largest = values, _largest(xp, values, finite)
     return pixels, largest
+
+
+def _median(xp: Any, values: Any, finite: Any) -> Any:
+    """Return the median of the finite pixels of each channel, 0 where there are none."""
+    channels = [values[..., c][finite[..., c]] for c in range(values.shape[-1])]
+    found = [xp.median(x) if x.size else xp.zeros((), values.dtype) for x in channels]
+    return xp.stack(found).astype(values.dtype)
 
 
 def _largest(xp: Any, pixels: Any, finite: Any) -> float:

@@ -207,6 +207,17 @@ def test_samples_at_infinity_do_not_count(xp, kernel, dtype, case):
 
 
 @by_kernel
+@pytest.mark.parametrize("far", [1e20, 1e160, -1.7e308])
+@pytest.mark.filterwarnings("ignore:kernel_regression. in more than 8 dims:RuntimeWarning")
+def test_a_sample_that_is_far_from_others_changes_none_of_them(xp, kernel, far):
+    x, X, y = samples(9, 6, 9)
+    X[4, 2] = far
+    near = np.arange(9) != 4
+    want = definition(x, X[near], y[near], 3.0, kernel)
+    hold(estimate(xp, x, X, y, 3.0, kernel), want, 1e-10)
+
+
+@by_kernel
 @pytest.mark.parametrize("dims", [3, 9])
 def test_infinite_coordinates_have_no_gradient(xp, kernel, dims):
     x, X, y = samples(dims, 6, 9)

@@ -405,6 +405,7 @@ def test_it_says_what_it_holds():
         (ValueError, {"pages": 3}, "pages is 3 (int) without page_size"),
         (ValueError, {"page_size": 16, "pages": 0}, "pages is 0 (int), want an int >= 1"),
         (TypeError, {"dtype": int}, "dtype is <class 'int'> (type), want float16, bfloat16,"),
+        (TypeError, {"dtype": "f4,,"}, "dtype is 'f4,,' (str), want float16, bfloat16,"),
         (TypeError, {"dtype": None}, "dtype is None (NoneType), want float16, bfloat16,"),
         (TypeError, {"dtype": ">f4"}, "dtype is '>f4' (str), want float16, bfloat16,"),
         (TypeError, {"dtype": "float"[:2]}, "dtype is 'fl' (str), want float16, bfloat16,"),

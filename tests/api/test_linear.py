@@ -110,7 +110,7 @@ def test_positions_of_another_library(xp):
         prefix_state(x, x, other.asarray([], dtype=other.float32))
 
 
-@pytest.mark.parametrize("none", [[], (), range(0), np.array([], np.uint8)])
+@pytest.mark.parametrize("none", [[], (), range(0), np.array([], np.uint8), np.array([], ">i8")])
 def test_no_position_is_no_state(xp, none):
     assert prefix_state(xp.zeros((9, 4)), xp.zeros((9, 4)), none).shape == (0, 4, 4)
 

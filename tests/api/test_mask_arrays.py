@@ -1,5 +1,6 @@
 """What masks have in common with arrays of bool and with sparse matrices."""
 
+import itertools
 import operator
 import tracemalloc
 
@@ -81,10 +82,13 @@ def test_sums_of_entries_that_share_a_matrix():
     for axis in (None, 0, 1, 2, 3, (0, 1), (0, 3), (1, 2), (2, 3), (1, 2, 3), ()):
         np.testing.assert_array_equal(mask.sum(axis), whole.sum(axis))
     assert mask.nnz == np.sum(mask) == whole.sum()
-    for axis in (None, -1):
-        found, want = (np.sum(x, axis, dtype=np.float32) for x in (mask, whole))
+    for axis, dtype in itertools.product((None, -1), (np.float32, np.uint8)):  # which wraps around
+        found, want = (np.sum(x, axis, dtype=dtype) for x in (mask, whole))
         assert found.dtype == want.dtype
         np.testing.assert_array_equal(found, want)
+    with pytest.raises(TypeError, match="want a batch axis"):
+        reversed(mask[0, 0])
+    assert all(a.equals(b) for a, b in zip(reversed(mask), [*mask][::-1], strict=True))
     assert len(mask) == len([*mask]) == 3
     assert len(mask[0, 0]) == 200
     np.testing.assert_array_equal(np.any(mask, axis=-1), whole.any(axis=-1))

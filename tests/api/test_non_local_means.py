@@ -154,6 +154,16 @@ def test_infinite_pixels_do_not_count(xp, dtype, size, bad, shape):
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("dtype", "far"), [(SINGLE, 1e9), (SINGLE, -3.4e38), (DOUBLE, -3.4e38)])
+def test_a_pixel_that_is_far_from_others_changes_none_of_them(xp, dtype, far, size):
+    image = np.random.default_rng(0).random((9, 14)).astype(dtype)
+    image[2, 3] = far
+    want = definition(image, 0.3, size, 2).reshape(image.shape)
+    got = denoised(xp, image, 0.3, size, 2)
+    np.testing.assert_allclose(got, want, rtol=3e-6 if dtype == SINGLE else 1e-12)
+
+
 @pytest.mark.parametrize(**by_dtype())
 def test_any_layout(xp, dtype):
     image = np.random.default_rng(0).random((10, 12, 3)).astype(dtype)

@@ -112,6 +112,11 @@ def test_registers_of_narrow_indices_do_not_wrap_around(dtype):
     np.testing.assert_array_equal(narrow, tile.mask_bit(register, first_col=4096))
 
 
+def test_addresses_of_nothing():
+    for found in (*layouts.mma().element([], []), *layouts.fragment_address([], [])):
+        assert (found.dtype, found.shape) == (np.int64, (0,))
+
+
 @by_order
 def test_an_address_of_ints_is_of_ints(order):
     assert ADDRESS[order](9, 40) == tuple(x[9, 40] for x in ADDRESS[order](ROWS, COLS))
