@@ -251,6 +251,8 @@ def test_sums_of_huge_coordinates(xp, kernel, dims):
 @pytest.mark.parametrize("scale", [1e-43, 3e38])
 def test_bandwidths_at_the_ends_of_float32(xp, kernel, each, scale):
     """Their inverse, or differences as large, are infinite in float32."""
+    if xp is not np and scale < 1:
+        pytest.skip("CuPy takes subnormal numbers of float32 for 0")
     x, X, y = samples(2)
     x, X, y = (x * scale).astype(SINGLE), (X * scale).astype(SINGLE), y.astype(SINGLE)
     width = np.array([0.9, 1.1]) * scale if each else scale

@@ -307,8 +307,8 @@ def test_values_and_shapes_are_checked(message):
         ({"k_lengths": True}, "k_lengths is True (bool), want an int"),
         ({"k_lengths": np.True_}, "True_ (bool), want an int or an array"),
         (
-            {"k_lengths": np.timedelta64(3)},
-            "np.timedelta64(3) (timedelta64), want an int or an array",
+            {"k_lengths": np.timedelta64(3, "s")},
+            "np.timedelta64(3,'s') (timedelta64), want an int or an array",
         ),
         ({"k_lengths": 3.0}, "k_lengths is 3.0 (float), want an int or an array of int32 or int64"),
         ({"k_lengths": [3, 4]}, "k_lengths is [3, 4] (list), want an int or an array"),

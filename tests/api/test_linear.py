@@ -146,7 +146,7 @@ HEADS = np.zeros((1, 4, 9, 4), np.float32)
         ({"ends": np.zeros(0, object)}, TypeError, "ends is array([], dtype=object) (ndarray)"),
         ({"ends": np.zeros(0, "m8")}, TypeError, "ends is array([], dtype=timedelta64) (ndarray)"),
         ({"ends": np.zeros((0, 3), int)}, TypeError, "ends is array([], shape=(0, 3), dtype=int"),
-        ({"ends": [np.timedelta64(1)]}, TypeError, "ends[0] is np.timedelta64(1) (timedelta64)"),
+        ({"ends": [np.timedelta64(1, "s")]}, TypeError, "ends[0] is np.timedelta64(1,'s') (timede"),
         ({"ends": [1, True]}, TypeError, "ends[1] is True (bool), want an int from 0 to 9"),
         ({"ends": [3, 10]}, ValueError, "ends[1] is 10 (int), want an int from 0 to 9"),
         ({"ends": [-1, 1.5]}, ValueError, "ends[0] is -1 (int), want an int from 0 to 9"),

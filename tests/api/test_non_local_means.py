@@ -109,7 +109,8 @@ def test_half_precision_holds_all_differences(xp):
     """Its largest numbers differ by twice as much."""
     image = np.full((12, 12), -65504.0, HALF)
     image[3, 4] = 65504.0
-    np.testing.assert_array_equal(denoised(xp, image, 1e4, 3, 2), image.astype(DOUBLE))
+    got = denoised(xp, image, 1e4, 3, 2)  # a GPU may round the weighted sum down
+    np.testing.assert_allclose(got, image.astype(DOUBLE), rtol=2 * UNIT[HALF])
 
 
 @pytest.mark.parametrize(**by_dtype())

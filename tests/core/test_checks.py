@@ -185,7 +185,7 @@ def test_value_errors(xp, arguments, text):
         (make(return_lse=1.0), "attention: return_lse is 1.0 (float), want a bool"),
         (make(is_causal=DAY), f"attention: is_causal is {DAY!r} (timedelta64), want a bool"),
         (make(is_causal=TODAY), f"attention: is_causal is {TODAY!r} (datetime64), want a bool"),
-        (make(return_lse=np.timedelta64(0)), "(timedelta64), want a bool"),
+        (make(return_lse=np.timedelta64(0, "s")), "(timedelta64), want a bool"),
         (make(scale=DAY), f"attention: scale is {DAY!r} (timedelta64), want a finite number"),
         (make(softcap=TODAY), "(datetime64), want a finite number >= 0"),
         (make(window=(DAY, 0)), f"attention: window[0] is {DAY!r} (timedelta64), want None or"),

@@ -131,7 +131,10 @@ def test_an_address_of_ints_is_of_ints(order):
         (lambda: layouts.fragment_address(1, ROWS > 0), "fragment_address: col has dtype bool"),
         (lambda: layouts.row_major_address(ROWS / 2, 0), "row_major_address: row has dtype float"),
         (lambda: layouts.row_major_address(0, "1"), "row_major_address: col has dtype <U1"),
-        (lambda: layouts.mma().element(np.timedelta64(1), 0), "element: thread has dtype timedel"),
+        (
+            lambda: layouts.mma().element(np.timedelta64(1, "s"), 0),
+            "element: thread has dtype timedel",
+        ),
         (lambda: layouts.mma().holder(0, None), "holder: col has dtype object"),
         (lambda: layouts.mma().mask_bit([0.5]), "mask_bit: register has dtype float64"),
     ],
