@@ -53,8 +53,8 @@ def attention(
 ) -> Any:
     """Scaled dot-product attention, exact, without an array of size Lq x Lk.
 
-    Computes ``softmax(scale * q @ k.mT + bias) @ v`` over the last two axes; the axes before them
-    are batch axes that broadcast as in `numpy.matmul`.
+    Computes ``softmax(scale * q @ k.mT + bias) @ v`` over the last two axes; the axes before them,
+    30 at most, are batch axes that broadcast as in `numpy.matmul`.
 
     Parameters
     ----------

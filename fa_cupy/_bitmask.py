@@ -9,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy.core import backends
+from fa_cupy.core import backends, broadcasting
 from fa_cupy.masks import blocks as masks_blocks
 from fa_cupy.masks import build, export, slices
 from fa_cupy.masks.algebra import Algebra
@@ -190,6 +190,9 @@ class BitMask(Sources, Algebra):
             if type(e) in (IndexError, TypeError, ValueError):  # others are not of an index
                 e.args = (f"BitMask: for batch shape {self.entries.shape}, {e}",)
             raise
+        if np.ndim(entries) > broadcasting.MOST_BATCH_AXES:
+            what = f"the index of a mask of shape {self.shape}"
+            raise broadcasting.too_many_axes("BitMask", what, np.ndim(entries))
         if spans == [(0, n) for n in self._grid]:
             return self._wrap(self._grid, self._store, entries)
         matrices, entries = export.used(self._grid, self._store.host(), np.asarray(entries))

@@ -86,7 +86,7 @@ def kernel_regression(
     all coordinates share costs no accuracy. Points many bandwidths away from all samples have
     weights that float32 does not resolve: the log-sum-exp shows which points these are, and they
     are computed again in float64. Weights have a relative error below 1e-5 (for results in 16 bits,
-    that of 16 bits). On a GPU, coordinates of float32 that are subnormal (below 1.2e-38) count as 0.
+    that of 16 bits). On a GPU, float32 coordinates that are subnormal (below 1.2e-38) count as 0.
 
     Distances in more dims come from products of coordinates around the median of `X`: in float32
     where a bound of the rounding allows it, otherwise in float64, with a warning where that is not

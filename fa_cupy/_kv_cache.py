@@ -43,7 +43,7 @@ class KVCache:
     Parameters
     ----------
     heads : int
-        Of keys and values; those of the queries may be a multiple.
+        Of keys and values; those of the queries may be a multiple, or 1.
     head_dim : int
         Length of the last axis of keys.
     v_dim : int, optional
@@ -266,7 +266,8 @@ class KVCache:
         Parameters
         ----------
         q : array, shape (n, q_heads, Lq, head_dim)
-            `q_heads` is a multiple of the heads of the cache.
+            `q_heads` is a multiple of the heads of the cache. A single head is broadcast: it meets
+            all heads of the cache, and results have as many.
         sequences : int or sequence of int, optional
             The n sequences. All of them by default.
         **options
@@ -290,6 +291,9 @@ class KVCache:
         name = "KVCache.attention"
         numbers = self._numbers(name, sequences)
         self._check(name, "q", q, (len(numbers), None, None, self.k.shape[3]))
+        q_heads, heads = q.shape[1], self.k.shape[1]
+        if q_heads % heads and q_heads != 1:
+            raise ValueError(f"{name}: q has {q_heads} heads, want a multiple of {heads}, or 1")
         _check_options(name, options)
         options.setdefault("causal_align", "bottom_right")
         k, v, lengths, table = self.k, self.v, self.k_lengths, self.page_table

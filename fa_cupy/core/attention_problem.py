@@ -119,9 +119,9 @@ def attention_problem(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted.
     """
-    layout, given = None, (q, k, v)
+    layout, given, of_keys = None, (q, k, v), (k_lengths, page_table)
     if k_lengths is not None or page_table is not None:
-        layout = KeyLayout(name, args, given, k_lengths, page_table)
+        layout = KeyLayout(name, args, given, *of_keys)
         k, v = layout.k, layout.v
     rows = dict(zip(args, (q, k, v), strict=False))
     dtype, bias_dtype, sinks_dtype = _dtypes(name, args, rows, bias, mask, sinks)
@@ -131,7 +131,7 @@ def attention_problem(
         mask = _entries(name, args, mask, (q_len, k_len))  # from here on an array like any other
     groups = broadcasting.head_groups(name, args, q, k, v, grouped)
     lengths = q_len, k_len
-    user_batch = _batch(name, args, groups, (q, k, v, bias, mask), lengths, column, layout)
+    user_batch = _batch(name, args, groups, (q, k, v, bias, mask), lengths, column, layout, of_keys)
     view = partial(broadcasting.over, user_batch, groups)
     packed = q_offsets is not None and offsets.checked(name, args, lengths, q_offsets, k_offsets)
     arg = layout.arg if layout else "k_offsets" if k_offsets is not None else None
@@ -219,8 +219,12 @@ def _batch(
     lengths: tuple[int, int],
     sinks: Any,
     layout: KeyLayout | None,
+    of_keys: tuple[Any, Any],
 ) -> tuple[int, ...]:
-    """Return the batch axes of scores: those of all arrays, broadcast; sinks have an axis more."""
+    """Return the batch axes of scores: those of all arrays, broadcast; sinks have an axis more.
+
+    `layout` was made from `of_keys`, which are key lengths and a page table.
+    """
     given = [(arg, x) for arg, x in zip(args, arrays, strict=True) if x is not None]
     more = [] if sinks is None else [("sinks", sinks)]
     batch = broadcasting.broadcast_batch(name, groups, given + more)
@@ -231,7 +235,13 @@ def _batch(
             f"{name}: sinks has shape {sinks.shape[:-1]}, want one that broadcasts to "
             f"{(*batch, lengths[0])}, as (heads, 1) does"
         )
-    return batch if layout is None else layout.broadcast(batch)
+    if layout is None:
+        return batch
+    most = broadcasting.MOST_BATCH_AXES - 1  # without that of heads
+    for arg, array, own in zip(("k_lengths", "page_table"), of_keys, (0, 1), strict=True):
+        if array is not None and array.ndim - own > most:
+            raise broadcasting.too_many_axes(name, arg, array.ndim - own, most)
+    return layout.broadcast(batch)
 
 
 def _bound(
@@ -332,11 +342,10 @@ def named_parts(name: str, outs: Any, lses: Any) -> dict[str, Any]:
     """
     named: dict[str, Any] = {}
     for arg, parts in (("outs", outs), ("lses", lses)):
-        if getattr(parts, "shape", ()) and not isinstance(parts, memoryview):
+        parts = checks.sequence(name, arg, parts, "a sequence of arrays")
+        if hasattr(parts, "shape"):
             stacked: Any = parts
             parts = [stacked[i, ...] for i in range(stacked.shape[0])]
-        elif not isinstance(parts, Sequence) or isinstance(parts, (str, bytes, memoryview)):
-            raise TypeError(f"{name}: {arg} is a {type(parts).__name__}, want a sequence of arrays")
         if any(part is None for part in parts):
             raise TypeError(f"{name}: {arg} has a part that is None, want arrays")
         named |= {f"{arg}[{i}]": part for i, part in enumerate(parts)}

@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+# Results have 32 axes at most, as many as NumPy broadcasts; its arrays may have 64.
+MOST_BATCH_AXES = 30
+
 
 class View(NamedTuple):
     """How an array is to be looked at: `shape`, and `strides` in bytes."""
@@ -42,6 +45,11 @@ def head_groups(
     return tuple(b // a for a, b in itertools.pairwise(bounds)) if counts else ()
 
 
+def too_many_axes(name: str, arg: str, count: int, most: int = MOST_BATCH_AXES) -> ValueError:
+    """Return the error for an argument with more batch axes than there may be."""
+    return ValueError(f"{name}: {arg} has {count} batch axes, want at most {most}")
+
+
 def broadcast_batch(
     name: str, groups: tuple[int, ...], arrays: list[tuple[str, Any]], fewer: int = 2
 ) -> tuple[int, ...]:
@@ -56,6 +64,8 @@ def broadcast_batch(
         heads = math.prod(groups)
         if groups and 0 < len(seen) <= fewer and shape and 1 < shape[-1] <= heads:
             shape = (*shape[:-1], heads)
+        if len(shape) > MOST_BATCH_AXES:
+            raise too_many_axes(name, arg, len(shape))
         axes = max(len(batch), len(shape))
         old = (1,) * (axes - len(batch)) + batch
         new = (1,) * (axes - len(shape)) + shape

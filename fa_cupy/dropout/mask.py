@@ -118,13 +118,15 @@ def _span(arg: str, part: Any, length: int) -> tuple[int, int]:
     """Return first and last + 1 of a slice."""
     if part is None:
         return 0, length
-    wanted = "a slice of step 1"
+    text = f"{_NAME}: {arg} is {checks.show(part)}, want a slice of"
     if not isinstance(part, slice):
-        raise TypeError(f"{_NAME}: {arg} is {checks.show(part)}, want {wanted}")
+        raise TypeError(f"{text} step 1")
     try:
         begin, end, step = part.indices(length)
     except TypeError:
-        raise TypeError(f"{_NAME}: {arg} is {checks.show(part)}, want a slice of ints") from None
+        raise TypeError(f"{text} ints") from None
+    except ValueError:  # of step 0
+        raise ValueError(f"{text} step 1") from None
     if step != 1:
-        raise ValueError(f"{_NAME}: {arg} is {checks.show(part)}, want {wanted}")
+        raise ValueError(f"{text} step 1")
     return begin, max(begin, end)

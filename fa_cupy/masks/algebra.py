@@ -99,7 +99,8 @@ class Algebra:
         Raises
         ------
         TypeError, ValueError
-            If an axis is not an int, is out of bounds or is given twice.
+            If an axis is not an int, is out of bounds or is given twice, and for a `dtype` that
+            NumPy does not know.
 
         Examples
         --------
@@ -111,12 +112,17 @@ class Algebra:
         """
         axes = self._axes("sum", axis, out)
         keeps = checks.flag("BitMask.sum", "keepdims", keepdims)
+        try:
+            kind = np.dtype(np.int64 if dtype is None else dtype)
+        except (TypeError, ValueError, SyntaxError):
+            shown = checks.show(dtype)
+            raise TypeError(f"BitMask.sum: dtype is {shown}, want a NumPy dtype") from None
         if len(axes) == self.entries.ndim + 2:
             found: Any = self.nnz
         else:
             found = export.sums(self._grid, self._store.host(), self.entries, axes)
         if dtype is not None:
-            found = np.asarray(found, np.int64).astype(dtype)[()]
+            found = np.asarray(found, np.int64).astype(kind)[()]
         return np.expand_dims(found, axes) if keeps else found
 
     def any(

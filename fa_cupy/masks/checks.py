@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core import backends, checks
+from fa_cupy.core import backends, broadcasting, checks
 from fa_cupy.masks.blocks import EMPTY, FULL, LONGEST, WORDS, Grid
 
 Array = npt.NDArray[Any]
@@ -35,6 +35,8 @@ def native(name: str, axes: int = 2, **arrays: Any) -> core_arrays.Native:
     for arg, array in zip(arrays, found.arrays, strict=True):
         if array is not None and array.ndim < axes:
             raise ValueError(f"{name}: {arg} has shape {array.shape}, want {_at_least(axes)}")
+        if array is not None and array.ndim - axes > broadcasting.MOST_BATCH_AXES:
+            raise broadcasting.too_many_axes(name, arg, array.ndim - axes)
     return found
 
 
@@ -58,6 +60,8 @@ def bools(name: str, arg: str, array: Any, shape: Sequence[int]) -> tuple[Array,
     array = found.arrays[0]
     if array.dtype != np.bool_:
         raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want bool (cast it: {arg} != 0)")
+    if array.ndim - 2 > broadcasting.MOST_BATCH_AXES:
+        raise broadcasting.too_many_axes(name, arg, array.ndim - 2)
     ends = array.shape[-2:]
     if any(n not in (1, want) for n, want in zip(ends[::-1], shape[::-1], strict=False)):
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy.core import backends, checks
+from fa_cupy.core import backends, broadcasting, checks
 from fa_cupy.masks import blocks, build, patterns
 from fa_cupy.masks import checks as inputs
 from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, BlockLists, Blocks, Grid
@@ -486,6 +486,8 @@ class Sources:
             inputs.check_callable(name, "block_states", block_states, "None or a callable")
         lengths = inputs.lengths(name, shape)
         batch, grid = lengths[:-2], Grid(*lengths[-2:])
+        if len(batch) > broadcasting.MOST_BATCH_AXES:
+            raise broadcasting.too_many_axes(name, "shape", len(batch))
         matrices = [
             build.of_function(name, grid, function, block_states, index)
             for index in np.ndindex(*batch)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fa_cupy
-from fa_cupy import attention, merge_attention, reference
+from fa_cupy import BitMask, attention, merge_attention, reference
 from fa_cupy.core import arrays as core_arrays
 from tests.support.strategies import BFLOAT16, DTYPES, by_dtype, lay, normal, to_numpy
 
@@ -18,6 +18,11 @@ from tests.support.strategies import BFLOAT16, DTYPES, by_dtype, lay, normal, to
 def draw(*shapes, dtype=np.float32):
     rng = np.random.default_rng(0)
     return [normal(rng, shape, dtype) for shape in shapes]
+
+
+MANY_AXES = pytest.mark.skipif(
+    int(np.__version__.partition(".")[0]) < 2, reason="arrays of NumPy 1 have 32 axes at most"
+)
 
 
 # NumPy's relatives
@@ -31,6 +36,50 @@ def test_subclasses_are_taken_as_plain_arrays(tmp_path):
     assert attention(np.asmatrix(q), np.asmatrix(k), v, out=file) is file
     assert file.tobytes() == want.tobytes()
     assert type(attention(np.asmatrix(q), k, v)) is np.ndarray
+
+
+@MANY_AXES
+@pytest.mark.parametrize(
+    ("arg", "text"),
+    [
+        *[(arg, "38 batch axes, want at most 30") for arg in ("q", "k", "v", "bias", "mask")],
+        ("sinks", "39 batch axes, want at most 30"),
+        ("k_lengths", "40 batch axes, want at most 29"),
+        ("page_table", "39 batch axes, want at most 29"),
+    ],
+)
+def test_arrays_of_attention_have_at_most_30_batch_axes(arg, text):
+    arrays = dict.fromkeys(("q", "k", "v"), np.zeros((1, 1, 16, 1), np.float32))
+    attention(**arrays)
+    dtypes = {"mask": np.bool_, "k_lengths": np.int32, "page_table": np.int32}
+    arrays[arg] = np.zeros((*(1,) * 38, 16, 1), dtypes.get(arg, np.float32))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^attention: {arg} has {text}$"):
+            attention(**arrays)
+
+
+@MANY_AXES
+def test_functions_take_30_batch_axes():
+    x = np.ones((2, *(1,) * 29, 3, 4), np.float32)
+    lengths, sinks = np.full(x.shape[:-3], 2, np.int32), x[0, ..., 0, 0]
+    mask = BitMask(x[..., :3] > 0)
+    attention(x, x, x, k_lengths=lengths, sinks=sinks)
+    attention(x, x, x, mask=mask & mask)
+    calls = {
+        "attention_backward": lambda x: fa_cupy.attention_backward(x, x, x, x, x, x[..., 0]),
+        "causal_product": lambda x: fa_cupy.causal_product(x, x, x),
+        "linear_attention": lambda x: fa_cupy.linear_attention(x, x, x),
+        "prefix_state": lambda x: fa_cupy.prefix_state(x, x),
+        "kernel_regression": lambda x: fa_cupy.kernel_regression(x, x, x, 1.0),
+        "BitMask.from_dense": lambda x: BitMask.from_dense(x > 0),
+        "BitMask.from_indices": lambda x: BitMask.from_indices(x.astype(int), 3),
+        "BitMask.from_segments": lambda x: BitMask.from_segments(x[..., 0].astype(int)),
+        "BitMask": lambda x: mask & (x[..., :3] > 0),
+    }
+    for name, call in calls.items():
+        call(x)
+        with pytest.raises(ValueError, match=rf"^{name}: \w+ has 31 batch axes, want at most 30$"):
+            call(x[None])
 
 
 @pytest.mark.parametrize("arg", ["q", "k", "v", "bias", "mask"])

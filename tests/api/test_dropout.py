@@ -378,6 +378,11 @@ def test_errors_name_the_argument(given, error, text):
         ({"rows": 3}, TypeError, "rows is 3 (int), want a slice of step 1"),
         ({"rows": slice(0.5, 2)}, TypeError, "rows is slice(0.5, 2, None) (slice), want a slice"),
         ({"cols": slice(0, 9, 2)}, ValueError, "cols is slice(0, 9, 2) (slice), want a slice"),
+        (
+            {"cols": slice(0, 9, 0)},
+            ValueError,
+            "cols is slice(0, 9, 0) (slice), want a slice of st",
+        ),
         ({"as_bits": "no"}, TypeError, "as_bits is 'no' (str), want a bool"),
     ],
 )

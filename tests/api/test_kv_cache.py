@@ -447,6 +447,8 @@ def refusals():
         "attention: q has shape (2, 2, 5, 8), want (3, any, any, 8)": ("attention", (k,)),
         "attention: q has dtype float16, the cache has float32": (
             "attention", (k.astype(np.float16), [0, 1])),
+        "attention: q has 3 heads, want a multiple of 2, or 1": (
+            "attention", (zeros(3, 3, 1, 8),)),
         "attention: sequences[0] is 5 (int), want an int from 0 to 2": ("attention", (k[:1], 5)),
         "fork: sequence is 3 (int), want an int from 0 to 2": ("fork", (3,)),
         "fork: to is -1 (int), want an int from 0 to 2": ("fork", (0, -1)),
@@ -473,6 +475,15 @@ def test_masks_and_biases_are_arrays(arg):
     for given, kind in ((BitMask(seen), "BitMask"), (sparse.csr_array(seen), "sparse matrix")):
         with pytest.raises(TypeError, match=f"^KVCache.attention: {arg} is a {kind}, want an arr"):
             cache.attention(q, **{arg: given})
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_a_single_head_of_queries_is_for_all(page_size):
+    cache = KVCache(2, 8, sequences=3, max_length=40, page_size=page_size)
+    k, q = normal(np.random.default_rng(0), (3, 2, 5, 8), SINGLE), np.ones((3, 1, 1, 8), SINGLE)
+    cache.append(k, k)
+    want, _ = reference.attention(q, k, k)
+    np.testing.assert_allclose(cache.attention(q), want, rtol=1e-5, atol=1e-6)
 
 
 def test_lengths_are_the_caches_own():

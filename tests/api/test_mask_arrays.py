@@ -96,6 +96,9 @@ def test_sums_of_entries_that_share_a_matrix():
     np.testing.assert_array_equal(np.sum(mask, -1, keepdims=True), whole.sum(-1, keepdims=True))
     with pytest.raises(TypeError, match=r"^BitMask\.sum: keepdims is 2 \(int\), want a bool$"):
         mask.sum(keepdims=2)
+    for dtype in ("x", [1], 3):
+        with pytest.raises(TypeError, match=r"^BitMask\.sum: dtype is .*, want a NumPy dtype$"):
+            np.sum(mask, dtype=dtype)
     with pytest.raises(TypeError, match=r"^BitMask\.sum: out is array.*, want None$"):
         np.sum(mask, axis=-1, out=np.zeros((3, 4, 200), int))
 
@@ -256,6 +259,7 @@ def test_slices_with_indices_of_the_batch(index):
         ((..., 0, ...), IndexError, "has 2 Ellipses, want one"),
         ((slice(None),) * 5, IndexError, "the index of a mask of shape (3, 2, 5, 7) has 5 indices"),
         (np.ones((3, 2, 5), bool), IndexError, "queries have index array("),
+        ((None,) * 29, ValueError, "of shape (3, 2, 5, 7) has 31 batch axes, want at most 30"),
     ],
 )
 def test_errors_of_slices(index, error, text):

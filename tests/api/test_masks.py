@@ -605,6 +605,7 @@ def damaged(form, part, value):
         (lambda: BitMask.from_blocks(GRID, 2**70, 3), ValueError, "(int), want an int >= 0 and be"),
         (by_function(np.equal, (10**5000, 3, 3)), ValueError, "shape[0] is something that cannot"),
         (by_function(np.equal, (2**63, 0)), ValueError, "shape[0] is 9223372036854775808 (int)"),
+        (by_function(np.equal, (1,) * 33), ValueError, "shape has 31 batch axes, want at most 30"),
         (by_function(np.equal, b"ab"), TypeError, "shape is b'ab' (bytes), want a sequence of int"),
         (by_function(lambda q, k: np.ma.array(q == k)), TypeError,
          "from_function: function returns a masked array, want a plain array"),
