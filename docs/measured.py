@@ -226,7 +226,7 @@ def milliseconds(time):
 
 
 def one_gpu(row):
-    """The time of one GPU in the run of a row of several, another than that of other rows."""
+    """The time of one GPU that the factor of a row was measured against, in the same run."""
     return f"{milliseconds(row['ms'] * row['speedup'])} ms"
 
 

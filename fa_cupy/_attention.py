@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy._bitmask import BitMask
+from fa_cupy._bitmask import bits_of_sparse
 from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
@@ -369,13 +369,11 @@ def scaled_dot_product_attention(
     )
 
 
-def bits_of_sparse(name: str, attn_mask: Any) -> Any:
+def bits_of_attn_mask(name: str, attn_mask: Any) -> Any:
     """Return `attn_mask`, as a BitMask if it is a sparse matrix, which must be of bool."""
-    if not is_sparse(attn_mask):
-        return attn_mask
-    if attn_mask.dtype != np.bool_:
+    if is_sparse(attn_mask) and attn_mask.dtype != np.bool_:
         raise _is_no_bool(name, attn_mask)
-    return BitMask.from_csr(attn_mask)
+    return bits_of_sparse(attn_mask)
 
 
 def _is_no_bool(name: str, attn_mask: Any, or_else: str = "") -> TypeError:

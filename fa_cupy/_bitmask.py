@@ -190,9 +190,8 @@ class BitMask(Sources, Algebra):
             if type(e) in (IndexError, TypeError, ValueError):  # others are not of an index
                 e.args = (f"BitMask: for batch shape {self.entries.shape}, {e}",)
             raise
-        if np.ndim(entries) > broadcasting.MOST_BATCH_AXES:
-            what = f"the index of a mask of shape {self.shape}"
-            raise broadcasting.too_many_axes("BitMask", what, np.ndim(entries))
+        what = f"the result of indexing a mask of shape {self.shape}"
+        broadcasting.check_batch_axes("BitMask", what, np.ndim(entries))
         if spans == [(0, n) for n in self._grid]:
             return self._wrap(self._grid, self._store, entries)
         matrices, entries = export.used(self._grid, self._store.host(), np.asarray(entries))
@@ -473,3 +472,8 @@ def _restored(lengths: tuple[int, int], lists: tuple[Array, ...], entries: Array
     if len(lists) == _WITHOUT_ENTRIES:
         found = masks_blocks.canonical(grid, found)
     return BitMask._wrap(grid, Store(grid, found), entries)
+
+
+def bits_of_sparse(mask: Any) -> Any:
+    """Return a sparse matrix as a BitMask, and anything else as it is."""
+    return BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask

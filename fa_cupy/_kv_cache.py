@@ -20,8 +20,9 @@ from fa_cupy.keys.gathered import as_integers
 from fa_cupy.keys.layout import PAGE_MULTIPLE
 
 _LIBRARIES = ("numpy", "cupy")
-# Arguments of attention that a cache passes itself, or that exclude those.
-_OWN = frozenset(("k", "v", "k_lengths", "page_table", "q_offsets", "k_offsets"))
+# Arguments of attention that a cache passes itself, and those that exclude them.
+_OWN = frozenset(("k", "v", "k_lengths", "page_table"))
+_OF_PACKED = frozenset(("q_offsets", "k_offsets"))
 
 
 class _Change(NamedTuple):
@@ -279,8 +280,9 @@ class KVCache:
         Returns
         -------
         out : array, shape (n, q_heads, Lq, v_dim)
+            With the heads of the cache if `q` has one.
         lse : array, shape (n, q_heads, Lq)
-            Only with ``return_lse=True``.
+            Likewise; only with ``return_lse=True``.
 
         Raises
         ------
@@ -466,8 +468,10 @@ def _positive(name: str, arg: str, value: Any) -> int:
 
 def _check_options(name: str, options: dict[str, Any]) -> None:
     """Raise for options of attention that a cache has itself, or that its lengths do not allow."""
-    for arg in _OWN & options.keys():
-        raise TypeError(f"{name}: {arg} is given, want it left out (the cache has its own)")
+    for arg in options:
+        if arg in _OWN | _OF_PACKED:
+            why = "the cache has its own" if arg in _OWN else "a cache has no packed sequences"
+            raise TypeError(f"{name}: {arg} is given, want it left out ({why})")
     for arg in ("bias", "mask"):
         x = options.get(arg)
         if isinstance(x, BitMask) or is_sparse(x):

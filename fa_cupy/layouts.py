@@ -406,7 +406,9 @@ def row_bytes(words: Any) -> Any:
 
 
 def _indices(name: str, **given: Any) -> list[Any]:
-    """Return indices by argument: ints as they are, arrays as those of int64, so that none wraps.
+    """Return indices by argument: ints as they are, and arrays with dtype int64.
+
+    Sums of int64 do not overflow where those of a narrower dtype would.
 
     Raises
     ------

@@ -240,7 +240,7 @@ def _batch(
     most = broadcasting.MOST_BATCH_AXES - 1  # without that of heads
     for arg, array, own in zip(("k_lengths", "page_table"), of_keys, (0, 1), strict=True):
         if array is not None and array.ndim - own > most:
-            raise broadcasting.too_many_axes(name, arg, array.ndim - own, most)
+            broadcasting.check_batch_axes(name, arg, array.ndim - own, most)
     return layout.broadcast(batch)
 
 

@@ -45,9 +45,10 @@ def head_groups(
     return tuple(b // a for a, b in itertools.pairwise(bounds)) if counts else ()
 
 
-def too_many_axes(name: str, arg: str, count: int, most: int = MOST_BATCH_AXES) -> ValueError:
-    """Return the error for an argument with more batch axes than there may be."""
-    return ValueError(f"{name}: {arg} has {count} batch axes, want at most {most}")
+def check_batch_axes(name: str, arg: str, count: int, most: int = MOST_BATCH_AXES) -> None:
+    """Raise ValueError for an argument with more batch axes than there may be."""
+    if count > most:
+        raise ValueError(f"{name}: {arg} has {count} batch axes, want at most {most}")
 
 
 def broadcast_batch(
@@ -65,7 +66,7 @@ def broadcast_batch(
         if groups and 0 < len(seen) <= fewer and shape and 1 < shape[-1] <= heads:
             shape = (*shape[:-1], heads)
         if len(shape) > MOST_BATCH_AXES:
-            raise too_many_axes(name, arg, len(shape))
+            check_batch_axes(name, arg, len(shape))
         axes = max(len(batch), len(shape))
         old = (1,) * (axes - len(batch)) + batch
         new = (1,) * (axes - len(shape)) + shape

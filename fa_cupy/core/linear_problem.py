@@ -179,7 +179,7 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
     """Return `ends`, ints from 0 to `k_len`, as an array."""
     wanted = f"from 0 to {k_len}, the length of k"
     try:
-        if isinstance(ends, _NO_POSITIONS) or _is_empty_of_others(ends):
+        if isinstance(ends, _NO_POSITIONS) or _is_empty_non_int(ends):
             raise TypeError
         if not hasattr(ends, "shape"):
             len(ends)  # what has none may never end
@@ -203,10 +203,10 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
     return np.asarray(found, np.int64)
 
 
-def _is_empty_of_others(ends: Any) -> bool:
-    """Return whether `ends` is an array without elements, and no sequence of ints all the same.
+def _is_empty_non_int(ends: Any) -> bool:
+    """Return whether `ends` is an empty array that is not a one-dimensional array of ints.
 
-    Indexing in NumPy takes an empty list, and no empty array of floats.
+    An empty list may index a NumPy array, an empty array of floats may not.
     """
     shape, dtype = getattr(ends, "shape", ()), getattr(ends, "dtype", "int")
     kind = getattr(dtype, "kind", None)  # that of PyTorch has none

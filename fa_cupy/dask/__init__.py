@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="dask") from error
 
 
-from fa_cupy._bitmask import BitMask
+from fa_cupy._bitmask import BitMask, bits_of_sparse
 from fa_cupy.core import attention_problem, checks, dispatch, linear_problem
 from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.dask import tasks
@@ -129,7 +129,7 @@ def attention(
     dispatch.require(name, q=q, k=k, v=v)
     if is_sparse(bias):
         raise TypeError(f"{name}: bias is a sparse matrix, want a Dask array")
-    mask = BitMask.from_csr(mask) if is_sparse(mask) else mask
+    mask = bits_of_sparse(mask)
     bits = mask if isinstance(mask, BitMask) else None
     dense = None if bits is not None else mask
     arrays = collected(name, q=q, k=k, v=v, bias=bias, mask=dense, sinks=sinks)

@@ -99,7 +99,6 @@ def merge(parts: Sequence[Part]) -> Part:
     return merged
 
 
-@np.errstate(all="ignore")
 def finish(
     parts: Sequence[Part],
     sinks: Array | None,
@@ -125,14 +124,15 @@ def finish(
         Of the output and the log-sum-exp.
     with_lse : bool
     """
-    out, lse = merge(parts) if parts else empty(like, shape, sums)
-    if sinks is not None:
-        xp = _namespace(sinks)
-        out, nothing = (xp.broadcast_to(x, shape) for x in (out, xp.zeros((), sums)))
-        lse, sinks = (xp.broadcast_to(x.astype(sums), shape[:-1]) for x in (lse, sinks))
-        out, lse = merge([(out, lse), (nothing, sinks)])
-    out = out.astype(dtype, copy=False)
-    return (out, lse) if with_lse else out
+    with np.errstate(all="ignore"):
+        out, lse = merge(parts) if parts else empty(like, shape, sums)
+        if sinks is not None:
+            xp = _namespace(sinks)
+            out, nothing = (xp.broadcast_to(x, shape) for x in (out, xp.zeros((), sums)))
+            lse, sinks = (xp.broadcast_to(x.astype(sums), shape[:-1]) for x in (lse, sinks))
+            out, lse = merge([(out, lse), (nothing, sinks)])
+        out = out.astype(dtype, copy=False)
+        return (out, lse) if with_lse else out
 
 
 def empty(like: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Part:

@@ -141,7 +141,7 @@ class Facts(NamedTuple):
 
 
 def require(name: str, comm: Any, arg: str = "comm") -> Communicator:
-    """Return `comm`, an argument that has to be a communicator, of one of its ranks."""
+    """Return `comm` if it is a communicator with a valid rank; raise an error otherwise."""
     if not isinstance(comm, Communicator):
         raise TypeError(
             f"{name}: {arg} is {checks.show(comm)}, want a communicator of fa_cupy.distributed "

@@ -171,7 +171,8 @@ def join(parts: Sequence[Any], *, order: str = "contiguous", axis: int = -2) -> 
     Parameters
     ----------
     parts : sequence of arrays
-        By rank, of NumPy or all on one device, and of one dtype. Only `axis` differs in length.
+        By rank, of NumPy or all on one device, and of one dtype. Their shapes may differ along
+        `axis` only.
     order : {"contiguous", "zigzag"}
         That of `split`.
     axis : int

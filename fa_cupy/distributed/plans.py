@@ -322,7 +322,7 @@ def plan(
     shape = _checked_shape(shape)
     size = checks.whole(_NAME, "size", size, f"an int from 1 to {_MOST}", range(1, _MOST + 1))
     heads = shape[-3] if len(shape) > 2 else 0
-    of_keys = heads if kv_heads is None else _checked_kv_heads(kv_heads, heads)
+    of_keys = heads if kv_heads is None else _checked_kv_heads(kv_heads, max(1, heads))
     dims = shape[-1], shape[-1] if v_dim is None else _whole("v_dim", v_dim)
     segments = tuple(orders.segments(shape[-2], size, orders.checked_order(_NAME, order)))
     band = checks.band(_NAME, is_causal, None, window, FAR, FAR)
@@ -355,7 +355,8 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
 def _checked_kv_heads(kv_heads: Any, heads: int) -> int:
     count = _whole("kv_heads", kv_heads, 1)
     if heads % count:
-        raise ValueError(f"{_NAME}: kv_heads is {count}, want a divisor of the {heads} heads")
+        wanted = f"a divisor of {heads}, the number of heads"
+        raise ValueError(f"{_NAME}: kv_heads is {count}, want {wanted}")
     return count
 
 

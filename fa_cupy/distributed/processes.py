@@ -26,8 +26,8 @@ class MpiCommunicator(Communicator):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        The processes, of one group; ``MPI.COMM_WORLD`` by default. It is duplicated: all of its
-        processes make this object at the same time.
+        The processes, of one group; ``MPI.COMM_WORLD`` by default. It is duplicated, so all of
+        its processes must create this object together.
     timeout : float, optional
         Seconds after which waiting for another rank is a `TimeoutError`.
 

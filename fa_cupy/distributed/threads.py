@@ -20,7 +20,7 @@ from fa_cupy.distributed.communicator import Communicator, RankError, compare, o
 from fa_cupy.distributed.order import library
 
 _NAME = "local"
-_MOST = 1024  # ranks, which have as many queues each
+_MOST = 1024  # ranks; each has a queue for every other rank
 
 
 class _Stopped(NamedTuple):
@@ -261,8 +261,14 @@ class Local:
         If a rank raises an error, that error is raised here; if several do, the first one by rank
         that is not a `RankError`. On GPUs, ranks begin after the work that the caller has queued on
         its current streams, and the call returns after all work that the ranks have queued. Calls
-        by several threads run one after the other. A RuntimeError says that the ranks are closed,
-        or that a rank itself makes the call.
+        by several threads run one after the other.
+
+        Raises
+        ------
+        RuntimeError
+            If the ranks are closed, or if a rank itself makes the call.
+        TypeError
+            If `function` is not callable.
         """
         if threading.get_ident() in self._workers:
             raise RuntimeError(f"{_NAME}: a rank has called all ranks, want calls from outside")

@@ -21,7 +21,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="jax") from error
 
 import fa_cupy
-from fa_cupy._attention import TORCH_ARGS, bits_of_sparse
+from fa_cupy._attention import TORCH_ARGS, bits_of_attn_mask
+from fa_cupy._bitmask import bits_of_sparse
 from fa_cupy._score import Score
 from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.jax import callbacks
@@ -130,7 +131,7 @@ def attention(
     >>> dq = jax.grad(lambda q: attention(q, k, v, dropout=0.1, seed=2024).sum())(q)
     """
     dispatch.refuse_sparse_bias("attention", bias, "jax.numpy.asarray(bias.toarray())")
-    mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+    mask = bits_of_sparse(mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
     require_arrays("attention", q=q, k=k, v=v)
@@ -259,7 +260,7 @@ def kernel_regression(
     ()
     """
     name = "kernel_regression"
-    mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+    mask = bits_of_sparse(mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
     is_array = isinstance(bandwidth, jax.Array) or getattr(bandwidth, "shape", ()) != ()
@@ -538,7 +539,7 @@ def scaled_dot_product_attention(
     >>> dq = jax.grad(lambda q: scaled_dot_product_attention(q, k, v, is_causal=True).sum())(q)
     """
     name = "scaled_dot_product_attention"
-    attn_mask = bits_of_sparse(name, attn_mask)
+    attn_mask = bits_of_attn_mask(name, attn_mask)
     bits = attn_mask if isinstance(attn_mask, fa_cupy.BitMask) else None
     given = None if bits is not None else attn_mask
     require_arrays(name, **dict(zip(TORCH_ARGS, (query, key, value), strict=False)))

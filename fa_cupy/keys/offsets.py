@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy._bitmask import BitMask
+from fa_cupy._bitmask import BitMask, bits_of_sparse
 from fa_cupy.core import checks
 from fa_cupy.keys.layout import DTYPES, WANTED, KeyArrays
 
@@ -129,7 +129,7 @@ def masks_of(name: str, arg: str, masks: Any) -> tuple[BitMask, ...] | None:
     """Return a list of masks, one for each sequence, as masks of bits; None for anything else."""
     if not isinstance(masks, (list, tuple)):
         return None
-    found = [BitMask.from_csr(x) if hasattr(x, "tocsr") else x for x in masks]
+    found = [bits_of_sparse(x) for x in masks]
     for i, x in enumerate(found):
         if not isinstance(x, BitMask):
             raise TypeError(f"{name}: {arg}[{i}] is {checks.show(x)}, want a BitMask")

@@ -251,7 +251,6 @@ def backward(
     return by_parts(backend, problem, inputs, results, need, sinks, score, found, own)
 
 
-@np.errstate(all="ignore")
 def by_parts(
     backend: Backend,
     problem: Problem,
@@ -276,32 +275,36 @@ def by_parts(
     own : set of str
         The arguments each of whose elements belongs to one part.
     """
-    *qkv, bias, mask = inputs
-    given = dict(zip(("q", "k", "v", "bias", "sinks"), (*qkv, bias, sinks), strict=True))
-    given |= {} if score is None else dict(score.named())
-    sums = _Sums(backend, sum_dtype(problem.dtype), given, need, own)
-    bias, sinks = (sums.read(name, given[name]) for name in ("bias", "sinks"))
-    if bias is not None and bias is not given["bias"]:
-        laid = batch_view(problem, bias, problem.q_len, problem.k_len)
-        problem = replace(problem, bias=laid, bias_dtype=bias.dtype)
-    if sinks is not None and sinks is not given["sinks"]:
-        laid = batch_view(problem, sinks[..., None], problem.q_len, 1)
-        problem = replace(problem, sinks=laid, sinks_dtype=sinks.dtype)
-    score = sums.read_score(score)
+    with np.errstate(all="ignore"):
+        *qkv, bias, mask = inputs
+        given = dict(zip(("q", "k", "v", "bias", "sinks"), (*qkv, bias, sinks), strict=True))
+        given |= {} if score is None else dict(score.named())
+        sums = _Sums(backend, sum_dtype(problem.dtype), given, need, own)
+        bias, sinks = (sums.read(name, given[name]) for name in ("bias", "sinks"))
+        if bias is not None and bias is not given["bias"]:
+            laid = batch_view(problem, bias, problem.q_len, problem.k_len)
+            problem = replace(problem, bias=laid, bias_dtype=bias.dtype)
+        if sinks is not None and sinks is not given["sinks"]:
+            laid = batch_view(problem, sinks[..., None], problem.q_len, 1)
+            problem = replace(problem, sinks=laid, sinks_dtype=sinks.dtype)
+        score = sums.read_score(score)
 
-    def work(part: Any) -> dict[str, Array]:
-        out, lse, dout, dlse = results
-        of_rows = part.of_rows(out), part.of_numbers(lse), part.of_rows(dout), part.of_numbers(dlse)
-        alone, arrays = part.taken(problem, (*qkv, bias, mask))
-        found = backend.solve(alone, arrays, of_rows, need, part.of_numbers(sinks), score)
-        return sums.without_disjoint(part, found)
+        def work(part: Any) -> dict[str, Array]:
+            out, lse, dout, dlse = results
+            of_out = part.of_rows(out), part.of_numbers(lse)
+            of_dout = part.of_rows(dout), part.of_numbers(dlse)
+            alone, arrays = part.taken(problem, (*qkv, bias, mask))
+            found = backend.solve(
+                alone, arrays, (*of_out, *of_dout), need, part.of_numbers(sinks), score
+            )
+            return sums.without_disjoint(part, found)
 
-    left = [*parts]
-    if backend.group is not None:
-        left = backend.group(left, sums.found)
-    for part, terms in zip(left, backend.each(work, left), strict=True):
-        sums.add(part, terms)
-    return sums.finished()
+        left = [*parts]
+        if backend.group is not None:
+            left = backend.group(left, sums.found)
+        for part, terms in zip(left, backend.each(work, left), strict=True):
+            sums.add(part, terms)
+        return sums.finished()
 
 
 class _Sums:

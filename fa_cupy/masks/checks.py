@@ -33,10 +33,11 @@ def native(name: str, axes: int = 2, **arrays: Any) -> core_arrays.Native:
         raise TypeError(f"{name}: {lead} is None, want an array")
     found = core_arrays.to_native(name, **arrays)
     for arg, array in zip(arrays, found.arrays, strict=True):
-        if array is not None and array.ndim < axes:
+        if array is None:
+            continue
+        if array.ndim < axes:
             raise ValueError(f"{name}: {arg} has shape {array.shape}, want {_at_least(axes)}")
-        if array is not None and array.ndim - axes > broadcasting.MOST_BATCH_AXES:
-            raise broadcasting.too_many_axes(name, arg, array.ndim - axes)
+        broadcasting.check_batch_axes(name, arg, array.ndim - axes)
     return found
 
 
@@ -60,8 +61,7 @@ def bools(name: str, arg: str, array: Any, shape: Sequence[int]) -> tuple[Array,
     array = found.arrays[0]
     if array.dtype != np.bool_:
         raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want bool (cast it: {arg} != 0)")
-    if array.ndim - 2 > broadcasting.MOST_BATCH_AXES:
-        raise broadcasting.too_many_axes(name, arg, array.ndim - 2)
+    broadcasting.check_batch_axes(name, arg, array.ndim - 2)
     ends = array.shape[-2:]
     if any(n not in (1, want) for n, want in zip(ends[::-1], shape[::-1], strict=False)):
         raise ValueError(

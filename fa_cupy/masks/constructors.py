@@ -486,8 +486,7 @@ class Sources:
             inputs.check_callable(name, "block_states", block_states, "None or a callable")
         lengths = inputs.lengths(name, shape)
         batch, grid = lengths[:-2], Grid(*lengths[-2:])
-        if len(batch) > broadcasting.MOST_BATCH_AXES:
-            raise broadcasting.too_many_axes(name, "shape", len(batch))
+        broadcasting.check_batch_axes(name, "shape", len(batch))
         matrices = [
             build.of_function(name, grid, function, block_states, index)
             for index in np.ndindex(*batch)

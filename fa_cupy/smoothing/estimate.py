@@ -2,7 +2,7 @@
 
 Distances of points in up to `MOST_DIMS` dims are made of differences, which are as good where the
 coordinates are large. In more dims they are made of products, ``|q|**2 + |k|**2 - 2 q.k`` for
-coordinates around the mean of the samples, and what cancels there decides the dtype.
+coordinates around the median of the samples, and what cancels there decides the dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Operands(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Coordinates in bandwidths around the mean of the samples, of float64.
+    """Coordinates in bandwidths around the median of the samples, of float64.
 
     Attributes
     ----------
@@ -225,7 +225,7 @@ def _with_norms(p: Regression, products: Products, work: np.dtype[Any]) -> tuple
 
 
 def _with_rows(xp: Any, x: Any, rows: Any, number: float) -> Any:
-    """Return `x` with `number` in the rows where `rows` is true: itself where there are none."""
+    """Return `x` with `number` in all columns of the rows that are marked; `x` if none is."""
     return xp.where(rows[..., None], x.dtype.type(number), x) if bool(rows.any()) else x
 
 

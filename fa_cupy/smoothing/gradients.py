@@ -81,7 +81,7 @@ def _of_products(p: Regression, dout: Any) -> tuple[Any, Any, Any, Any]:
     width = p.inverse_width
     given: list[Any] = []
     dw = p.xp.zeros((*width.shape[:-1], 1, p.x.shape[-1]), _DOUBLE)
-    # The mean of the samples has no gradient: distances do not depend on it.
+    # The median that is subtracted has no gradient: distances do not depend on it.
     for name, norm, scaled, plain, like in (
         ("q", "a", products.q, products.x, p.x),
         ("k", "c", products.k, products.X, p.X),

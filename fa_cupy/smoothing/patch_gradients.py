@@ -47,7 +47,7 @@ def gradient(xp: Any, dout: Any, image: Any, means: Means) -> Any:
         dvalues[begin : begin + of_values.shape[0]] += of_values
     radius, margin = means.patch_size // 2, squares.margin
     inside = dpixels[margin:, margin:][: height + 2 * radius, : width + 2 * radius]
-    # The mean that is subtracted has no gradient: distances do not depend on it.
+    # The median that is subtracted has no gradient: distances do not depend on it.
     found = _reflected(_reflected(inside, height, radius).swapaxes(0, 1), width, radius)
     return dvalues[margin:, margin:][:height, :width] + found.swapaxes(0, 1) * whole.unit
 

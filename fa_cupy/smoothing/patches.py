@@ -170,7 +170,7 @@ def _around_zero(xp: Any, values: Any, finite: Any) -> tuple[Any, float]:
 
 
 def _median(xp: Any, values: Any, finite: Any) -> Any:
-    """Return the median of the finite pixels of each channel, 0 where there are none."""
+    """Return the median of the finite pixels of each channel; 0 for a channel without any."""
     channels = [values[..., c][finite[..., c]] for c in range(values.shape[-1])]
     found = [xp.median(x) if x.size else xp.zeros((), values.dtype) for x in channels]
     return xp.stack(found).astype(values.dtype)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy._bitmask import BitMask
+from fa_cupy._bitmask import BitMask, bits_of_sparse
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, backends, broadcasting, checks, dispatch
 from fa_cupy.smoothing.kernels import KERNELS
@@ -86,7 +86,7 @@ def to_native(
     """Return arguments as native arrays, and more arrays apart from them."""
     dispatch.require(name, x=x, X=X, y=y, **more)
     widths = bandwidth if getattr(bandwidth, "shape", ()) else None
-    mask = BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+    mask = bits_of_sparse(mask)
     bits = mask if isinstance(mask, BitMask) else None
     native = core_arrays.to_native(
         name,

@@ -17,7 +17,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="torch") from error
 
 import fa_cupy
-from fa_cupy._attention import TORCH_ARGS, bits_of_sparse
+from fa_cupy._attention import TORCH_ARGS, bits_of_attn_mask
+from fa_cupy._bitmask import bits_of_sparse
 from fa_cupy._score import arrays_of
 from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.torch import arguments
@@ -132,7 +133,7 @@ def attention(
     >>> attention(q, k, v, dropout=0.1, seed=2024).sum().backward()
     """
     dispatch.refuse_sparse_bias("attention", bias, "torch.from_numpy(bias.toarray())")
-    mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+    mask = bits_of_sparse(mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     named = {"bias": bias, "mask": None if bits is not None else mask, "sinks": sinks}
     of_score = arrays_of("attention", score)
@@ -261,7 +262,7 @@ def kernel_regression(
     torch.Size([])
     """
     name = "kernel_regression"
-    mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+    mask = bits_of_sparse(mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     is_array = isinstance(bandwidth, torch.Tensor) or getattr(bandwidth, "shape", ()) != ()
     named = {"bandwidth": bandwidth if is_array else None}
@@ -549,7 +550,7 @@ def scaled_dot_product_attention(
     >>> q, k, v = torch.randn(3, 8, 100, 16).requires_grad_().unbind()
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     """
-    attn_mask = bits_of_sparse(_SDPA, attn_mask)
+    attn_mask = bits_of_attn_mask(_SDPA, attn_mask)
     bits = attn_mask if isinstance(attn_mask, fa_cupy.BitMask) else None
     given = None if bits is not None else attn_mask
     named = dict(zip(TORCH_ARGS, (query, key, value, given), strict=False))

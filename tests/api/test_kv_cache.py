@@ -249,6 +249,7 @@ def test_an_append_copies_only_what_comes():
         cache = KVCache(8, 64, sequences=4, max_length=1 << 12, page_size=page_size)
         (k,) = draw((4, 8, 1, 64))
         cache.append(k, k)
+        cache.attention(k[:2], [2, 0])  # the first call imports modules
         tracemalloc.start()
         cache.append(k, k)
         cache.attention(k[:2], [2, 0])

@@ -97,6 +97,7 @@ def test_the_choice_is_the_faster_way():
         (lambda: distributed.plan((8, 8), 2, v_dim=10**400), ValueError, "plan: v_dim is 10*"),
         (lambda: distributed.plan((8, 8, 8), 2, kv_heads=0), ValueError, "kv_heads is 0 .int., wa"),
         (lambda: distributed.plan((8, 8, 8), 2, kv_heads=3), ValueError, "is 3, want a divisor of"),
+        (lambda: distributed.plan((8, 8), 2, kv_heads=3), ValueError, "want a divisor of 1, "),
         *(
             (
                 partial(distributed.plan, (8, 8), 2, dtype=dtype),
