@@ -182,10 +182,13 @@ def _largest(xp: Any, pixels: Any, finite: Any) -> float:
 
 def _have_one(xp: Any, marked: Any, side: int) -> Any:
     """Return which pixels of an image have marked ones in their patches."""
-    padded = xp.pad(marked, side // 2, mode="reflect")
-    shape = (*marked.shape, side, side)
-    windows = xp.lib.stride_tricks.as_strided(padded, shape, padded.strides * 2)
-    return windows.any(axis=(2, 3))
+    for axis in range(2):
+        pads = [(side // 2, side // 2) if i == axis else (0, 0) for i in range(2)]
+        padded = xp.pad(marked, pads, mode="reflect")
+        strides = (*padded.strides, padded.strides[axis])
+        windows = xp.lib.stride_tricks.as_strided(padded, (*marked.shape, side), strides)
+        marked = windows.any(axis=-1)
+    return marked
 
 
 def _squares(height: int, width: int, means: Means) -> Squares:
