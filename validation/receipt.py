@@ -25,8 +25,9 @@ from validation.digest import ROOT, Prints, digest, fingerprints
 RECEIPT = Path("validation/results/receipt.json")
 # What `make test-gpu` hands over from its two steps.
 TESTS, SANITIZER = "tests.json", "sanitizer.json"
-# What tests that had failed were run again, of the same tree, where the machine was to blame.
-AGAIN = "again.json"
+# The second run of what had failed: tests, where the machine was to blame, and files that could not
+# be imported, which pytest names with this ending.
+AGAIN, NOT_COLLECTED = "again.json", " (collection)"
 
 
 def _seal(run: dict[str, Any]) -> str:
@@ -155,24 +156,45 @@ def machine_code() -> dict[str, Any]:
     return {"compared": True, "changes": sass.changes(recorded, sass.compiled_rows(ROWS))}
 
 
+def failed_in(tests: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the tests that failed, and the files that could not be imported."""
+    failed = tests.get("failed", [])
+    files = [name.removesuffix(NOT_COLLECTED) for name in failed if name.endswith(NOT_COLLECTED)]
+    return [name for name in failed if not name.endswith(NOT_COLLECTED)], files
+
+
 def with_second_run(tests: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
     """Return the record of the tests with that of those that failed and were run again.
 
-    The second one counts if it is of the same definitions and of all tests that failed, and all of
-    them passed. Their names stay in the record, as `again`.
+    The second one counts if it is of all that failed, all of it passed, and the definitions are the
+    same. Those of files that could not be imported may differ: no test that passed has used them.
+    The names of what was run again stay in the record, as `again`.
     """
-    failed = tests.get("failed", [])
+    failed, files = failed_in(tests)
+    passed = again.get("passed", {})
+    of_tests = {name: n for name, n in passed.items() if name.partition("::")[0] not in files}
+    recorded, found = (
+        {path: names for path, names in run.get("definitions", {}).items() if path not in files}
+        for run in (tests, again)
+    )
     counts = (
-        bool(failed)
-        and again.get("definitions") == tests.get("definitions")
+        bool(failed or files)
+        and found == recorded
         and not again.get("failed")
-        and sum(again.get("passed", {}).values()) == len(failed)
-        and {name.partition("[")[0] for name in failed} == {*again["passed"]}
+        and {*files} <= {*again.get("arguments", [])}
+        and not again.get("left_out")
+        and sum(of_tests.values()) == len(failed)
+        and {name.partition("[")[0] for name in failed} == {*of_tests}
     )
     if not counts:
         return tests
-    passed = Counter(tests["passed"]) + Counter(again["passed"])
-    return tests | {"passed": dict(passed), "failed": [], "again": failed}
+    both = {
+        key: dict(Counter(tests.get(key, {})) + Counter(again.get(key, {})))
+        for key in ("passed", "hypothesis")
+    }
+    skipped = tests.get("skipped", {}) | again.get("skipped", {})
+    new = {"failed": [], "again": tests["failed"], "definitions": again["definitions"]}
+    return tests | both | new | {"skipped": skipped}
 
 
 def write(folder: Path, target: Path) -> list[str]:
@@ -276,7 +298,8 @@ def main(argv: list[str] | None = None) -> int:
             print(_listing(found, "  "))
         return int(bool(found))
     if options.command == "failed":
-        print("\n".join(_read(options.folder / TESTS).get("failed", [])))
+        failed, files = failed_in(_read(options.folder / TESTS))
+        print("\n".join(failed + files))
         return 0
     if options.command == "pending":
         mark_pending(ROOT / RECEIPT, options.why)

@@ -189,7 +189,7 @@ def test_value_errors(xp, arguments, text):
         (make(scale=DAY), f"attention: scale is {DAY!r} (timedelta64), want a finite number"),
         (make(softcap=TODAY), "(datetime64), want a finite number >= 0"),
         (make(window=(DAY, 0)), f"attention: window[0] is {DAY!r} (timedelta64), want None or"),
-        (make(window=(0, np.array(1, "m8"))), "(ndarray), want None or an int >= 0"),
+        (make(window=(0, np.array(1, "m8[s]"))), "(ndarray), want None or an int >= 0"),
         (make(window=3), "attention: window is 3 (int), want a pair (left, right)"),
         (make(window=(3,)), "attention: window is (3,) (tuple), want a pair (left, right)"),
         (

@@ -464,6 +464,39 @@ def test_tests_that_failed_count_when_all_of_them_pass_again():
     assert receipt.with_second_run(whole, again) == whole
 
 
+def test_files_that_could_not_be_imported_count_when_all_of_them_pass_again():
+    """They may have been mended, since no test that passed has used them."""
+    bad, good = "tests/test_a.py", "tests/test_b.py"
+    first = {
+        "definitions": {bad: {"f": "1"}, good: {"g": "1"}}, "passed": {f"{good}::good": 3},
+        "hypothesis": {f"{good}::good": 20}, "skipped": {}, "whole": True,
+        "failed": [f"{bad} (collection)", f"{good}::bad[x]"],
+    }  # fmt: skip
+    again = {
+        "definitions": {bad: {"f": "2"}, good: {"g": "1"}}, "skipped": {f"{bad}::other": "why"},
+        "passed": {f"{bad}::one": 2, f"{good}::bad": 1}, "hypothesis": {f"{bad}::one": 5},
+        "arguments": [f"{good}::bad[x]", bad],
+    }  # fmt: skip
+    assert receipt.failed_in(first) == ([f"{good}::bad[x]"], [bad])
+    found = receipt.with_second_run(first, again)
+    assert found["passed"] == {f"{good}::good": 3, f"{bad}::one": 2, f"{good}::bad": 1}
+    assert found["hypothesis"] == {f"{good}::good": 20, f"{bad}::one": 5}
+    assert found["definitions"] == again["definitions"]
+    assert (found["failed"], found["again"]) == ([], first["failed"])
+    assert found["skipped"] == again["skipped"]
+    for other in (
+        again | {"definitions": {bad: {"f": "2"}, good: {"g": "2"}}},
+        again | {"arguments": [f"{good}::bad[x]"]},
+        again | {"passed": {f"{bad}::one": 2}},
+        again | {"left_out": 1},
+        again | {"failed": [f"{bad} (collection)"]},
+    ):
+        assert receipt.with_second_run(first, other) == first
+    alone = first | {"failed": [f"{bad} (collection)"]}
+    assert receipt.with_second_run(alone, again) == alone  # it has a test too many
+    assert receipt.with_second_run(alone, again | {"passed": {}})["failed"] == []
+
+
 def test_edited_stale_and_missing_receipts_are_refused(tmp_path, capsys):
     edited = sealed(a_run(failed=["tests/test_gpu.py::test_bad"]))
     edited["run"]["tests"]["failed"] = []
@@ -632,6 +665,7 @@ def test_plugin_records_a_run(tmp_path, options, tree_prints):
     assert record["whole"]
     assert record["left_out"] == (3 if partial else 0)
     assert record["definitions"] == tree_prints
+    assert record["arguments"] == ["checks"]
     if not partial:
         assert record["failed"] == [where + "test_bad", where + "test_broken (setup)"]
         assert list(record["skipped"]) == ["checks/test_away.py", where + "test_away"]

@@ -129,5 +129,6 @@ class Recorder:
             "hypothesis": self.examples,
             "left_out": self.left_out,
             "whole": whole,
+            "arguments": self.config.args,
         }
         self.config.getoption("--receipt").write_text(json.dumps(record, indent=1, sort_keys=True))
