@@ -193,7 +193,8 @@ def summary(family: Family = stored) -> Table | None:
         return None
     # Most rows are of one device, which is named once.
     usual = max(devices, key=devices.count)
-    head = (f"on {usual}s, in bfloat16", "fa_cupy", "fastest peer", "times as fast")
+    where = f"on {usual}s and in bfloat16, unless named"
+    head = (where, "fa_cupy", "fastest peer", "times as fast")
     return Table(head, [[cell.replace(f" ({usual})", "") for cell in row] for row in lines])
 
 
@@ -208,7 +209,7 @@ def front() -> Table:
     said = (
         f"Over {count} cases of attention the geometric mean is {mean:.2f} times cuDNN, the lowest"
         f" {least:.2f}; over {grads} cases of gradients, {grads_mean:.2f} and {grads_least:.2f}."
-        " FlashAttention-3, measured on such a card in another run, has"
+        " FlashAttention-3, measured on an H200 in another run, reaches"
         f" {fa3[0]}, {fa3[1]} and {fa3[2]} TFLOP/s in the first three rows."
     )
     return table._replace(said=said)

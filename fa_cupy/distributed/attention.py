@@ -58,8 +58,9 @@ def attention(
         The communicator of this rank: one from `local`, an `MpiCommunicator` or an
         `NcclCommunicator`.
     plan : {"ring", "heads"}, optional
-        How the ranks share the work: see Notes. By default the faster way, by an estimate like that
-        of `fa_cupy.distributed.plan` for the dtype and the devices at hand.
+        How the ranks share the work: see Notes. By default the way that `plan` estimates to be
+        faster, with the speed of an H200 for arrays on a GPU, and that of two processor cores for
+        NumPy arrays.
     order : {"contiguous", "zigzag"}
         Which rows of the sequence the ranks have: see `split`. In zigzag order the parts have to
         have the lengths that `split` gives them.
@@ -103,16 +104,17 @@ def attention(
 
     Notes
     -----
-    With ``plan="ring"``, as in ring attention [1]_, the keys and values of one rank after the other
-    are copied to this one, while it computes with those that it has. The results are merged by
-    their log-sum-exps in float32 (float64 for float64 input), in the order of the distance between
-    the ranks. A rank receives only keys that some of its queries see. With ``plan="heads"``, as in
-    DeepSpeed-Ulysses [2]_, the ranks exchange their rows of all heads for all rows of some heads,
-    and each computes attention for these heads. The numbers of heads must then be multiples of the
-    number of ranks, and bias, mask and sinks must have one row for all queries.
+    With ``plan="ring"``, as in ring attention [1]_, a rank receives the keys and values of the
+    other ranks, one rank at a time, while it computes with those that it already has. The results
+    are merged by their log-sum-exps in float32 (float64 for float64 input), in the order of the
+    distance between the ranks. A rank receives only keys that some of its queries see. With
+    ``plan="heads"``, as in DeepSpeed-Ulysses [2]_, the ranks exchange their rows of all heads for
+    all rows of some heads, and each computes attention for these heads. The numbers of heads must
+    then be multiples of the number of ranks, and bias, mask and sinks must have one row for all
+    queries.
 
-    In both ways, results have the same bits in each run. They differ from those of one GPU by
-    rounding, as results of `fa_cupy.merge_attention` do.
+    In both ways, results have the same bits in each run. Those of the ring differ from those of one
+    GPU by rounding, as results of `fa_cupy.merge_attention` do.
 
     In zigzag order the ranks have the same work where attention is causal; in contiguous order the
     last rank has almost twice the average.

@@ -28,8 +28,8 @@ class Transfer(Protocol):
     def arrive(self) -> None:
         """Let what follows on this rank use what it receives, as `wait` does.
 
-        What it sends may still be read, so the caller may not write to it any more. The host goes
-        on if it need not wait for ranks that are behind.
+        Other ranks may still read the arrays that this one sends, so the caller must not write to
+        them. The host does not wait for slower ranks unless it needs their data.
         """
 
 
@@ -61,7 +61,7 @@ class Communicator(ABC):
         record : bytes
             That of this rank, of any length.
         place : str
-            What errors say that the rank waited in.
+            The name of the operation, for error messages.
         """
 
     @abstractmethod
@@ -76,11 +76,11 @@ class Communicator(ABC):
         Parameters
         ----------
         sends, receives : sequence of (int, array)
-            Each with the other rank. The arrays are dense in C order, and stay as they are until
-            the transfer was waited for. What a rank sends to another one arrives in that order, in
+            Each with the other rank. The arrays are dense in C order, and must not be changed until
+            `Transfer.wait` has returned. What a rank sends to another one arrives in that order, in
             arrays of the same size.
         place : str
-            What errors say that the rank waited in.
+            The name of the operation, for error messages.
         """
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Communicator(ABC):
         record : bytes
             That of this rank.
         place : str
-            What errors say that the rank waited in.
+            The name of the operation, for error messages.
 
         Raises
         ------

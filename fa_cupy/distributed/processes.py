@@ -200,7 +200,7 @@ class NcclCommunicator(Communicator):
 
     Arrays are sent by NCCL, on a CUDA stream of their own. Arguments are compared and errors are
     reported by another communicator, in the memory of the host. `Communicator.turn` does nothing
-    here: a first call of NCCL waits for the other ranks, which must be able to run.
+    here, because the first call of NCCL waits for the other ranks, which must be able to run.
 
     Parameters
     ----------
