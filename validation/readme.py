@@ -193,7 +193,7 @@ def summary(family: Family = stored) -> Table | None:
         return None
     # Most rows are of one device, which is named once.
     usual = max(devices, key=devices.count)
-    where = f"on {usual}s and in bfloat16, unless named"
+    where = f"on {usual}s, in bfloat16 unless named"
     head = (where, "fa_cupy", "fastest peer", "times as fast")
     return Table(head, [[cell.replace(f" ({usual})", "") for cell in row] for row in lines])
 
