@@ -57,7 +57,8 @@ def kernel_regression(
         Of y's library and dtype. Axes before those shown broadcast over all arguments, as in
         `numpy.matmul`. Where no sample has a weight (all masked, out of the reach of
         "epanechnikov", beyond 1e150 bandwidths, or ``n == 0``), the estimate is 0 / 0, and the
-        result NaN. A sample that is infinitely far away has no weight, and its values do not count.
+        result NaN. A sample that is infinitely far away has no weight, and its values do not count;
+        nor do those of a sample whose distance overflows in float32, where that is the dtype.
         The result is NaN at points with coordinates that are infinite or NaN, and at all points
         where a sample with a coordinate NaN is not masked.
 
@@ -255,9 +256,10 @@ def non_local_means(
     Returns
     -------
     array
-        Of the shape, the library and the dtype of the image. Pixels with an infinite pixel in their
-        patch become NaN, and do not count for others, which are infinitely different. A NaN in a
-        patch makes all pixels NaN that this patch is compared with.
+        Of the shape, the library and the dtype of the image. A pixel without data is best given as
+        infinite. Pixels with an infinite pixel in their patch become NaN, and do not count for
+        others, which are infinitely different. A NaN in a patch makes all pixels NaN that this
+        patch is compared with.
 
     Raises
     ------

@@ -20,6 +20,7 @@ from fa_cupy.keys.gathered import as_integers
 from fa_cupy.keys.layout import PAGE_MULTIPLE
 
 _LIBRARIES = ("numpy", "cupy")
+_TOO_MANY = 1 << 62  # bytes
 # Arguments of attention that a cache passes itself, and those that exclude them.
 _OWN = frozenset(("k", "v", "k_lengths", "page_table"))
 _OF_PACKED = frozenset(("q_offsets", "k_offsets"))
@@ -169,6 +170,9 @@ class KVCache:
         places, rows = count, self.page_size or self.k_len
         if self.page_size is not None:
             places = count * per_sequence if pages is None else _positive(name, "pages", pages)
+        _check_size(
+            name, places * heads * rows * max(dims) * self._dtype.itemsize, count * per_sequence
+        )
         kind = f"u{self._dtype.itemsize}"  # CuPy does not fill arrays of bfloat16
         self.k, self.v = (
             xp.zeros((places, heads, rows, dim), kind).view(self._dtype) for dim in dims
@@ -464,6 +468,13 @@ def _positive(name: str, arg: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"{name}: {arg} is {checks.show(value)}, want an int >= 1")
     return number
+
+
+def _check_size(name: str, size: int, entries: int) -> None:
+    """Raise for arrays of so many bytes, or a table of so many pages, that no machine has."""
+    if max(size, 4 * entries) >= _TOO_MANY:
+        wanted = f"arrays of {max(size, 4 * entries)} bytes are asked for, want below 2**62"
+        raise ValueError(f"{name}: {wanted}")
 
 
 def _check_options(name: str, options: dict[str, Any]) -> None:

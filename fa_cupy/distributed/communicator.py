@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from fa_cupy.core import checks
 
 
@@ -264,6 +266,7 @@ def over_ranks(comm: Communicator, xp: Any, own: Any, place: str) -> Any:
     comm.start([(rank, own) for rank in others], list(parts.items()), place).wait()
     parts[comm.rank] = own
     found = parts[0].copy()
-    for rank in range(1, comm.size):
-        found += parts[rank]
+    with np.errstate(all="ignore"):
+        for rank in range(1, comm.size):
+            found += parts[rank]
     return found

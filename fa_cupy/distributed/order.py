@@ -224,7 +224,7 @@ def join(parts: Sequence[Any], *, order: str = "contiguous", axis: int = -2) -> 
 
 def library(x: Any) -> str:
     """Return the name of the library of an array."""
-    return type(x).__module__.partition(".")[0]
+    return "numpy" if isinstance(x, np.ndarray) else type(x).__module__.partition(".")[0]
 
 
 def dense(x: Any) -> Any:

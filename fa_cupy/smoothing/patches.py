@@ -157,10 +157,10 @@ def prepared(xp: Any, image: Any, means: Means) -> Prepared:
 
 
 def _around_zero(xp: Any, values: Any, finite: Any) -> tuple[Any, float]:
-    """Return pixels less their median, and the largest of those that are finite.
+    """Return pixels less a median, and the largest of those that are finite.
 
-    Distances do not change, but numbers around zero are rounded finer. The median of all is near
-    most of them, however large some are.
+    Distances do not change, but numbers around zero are rounded finer. Each number counts once in
+    the median, so that it is among the data even if most pixels have a fill value, however large.
     """
     pixels = values - _median(xp, values, finite)
     largest = _largest(xp, pixels, finite)
@@ -170,8 +170,8 @@ def _around_zero(xp: Any, values: Any, finite: Any) -> tuple[Any, float]:
 
 
 def _median(xp: Any, values: Any, finite: Any) -> Any:
-    """Return the median of the finite pixels of each channel; 0 for a channel without any."""
-    channels = [values[..., c][finite[..., c]] for c in range(values.shape[-1])]
+    """Return the median of the finite numbers of each channel; 0 for a channel without any."""
+    channels = [xp.unique(values[..., c][finite[..., c]]) for c in range(values.shape[-1])]
     found = [xp.median(x) if x.size else xp.zeros((), values.dtype) for x in channels]
     return xp.stack(found).astype(values.dtype)
 

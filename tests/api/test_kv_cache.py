@@ -258,6 +258,15 @@ def test_an_append_copies_only_what_comes():
         assert peak < cache.k.nbytes / 50
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"max_length": 2**62}, {"heads": 10**19}, {"page_size": 16 * 10**30}, {"v_dim": 2**60}],
+)
+def test_a_cache_that_no_machine_has_room_for_is_an_error(sizes):
+    with pytest.raises(ValueError, match=r"^KVCache: arrays of \d+ bytes are asked for, want"):
+        KVCache(**{"heads": 2, "head_dim": 4, "sequences": 3, "max_length": 100} | sizes)
+
+
 def test_forks_share_pages_until_they_differ():
     cache = KVCache(1, 4, sequences=4, max_length=64, page_size=16, pages=8)
     (k,) = draw((1, 1, 40, 4))

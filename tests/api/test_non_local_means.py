@@ -165,6 +165,16 @@ def test_a_pixel_that_is_far_from_others_changes_none_of_them(xp, dtype, far, si
     np.testing.assert_allclose(got, want, rtol=3e-6 if dtype == SINGLE else 1e-12)
 
 
+@pytest.mark.parametrize("fill", [-9999.0, 1e20])
+def test_a_fill_value_in_most_pixels_changes_none_of_the_others(xp, fill):
+    """Far from it, where no patch has one."""
+    image = np.random.default_rng(0).random((12, 30))
+    image[:, :20] = fill
+    want = denoised(xp, image[:, 20:], 0.3, 3, 2)
+    got = denoised(xp, image, 0.3, 3, 2)
+    np.testing.assert_allclose(got[:, 24:], want[:, 4:], rtol=1e-12)
+
+
 @pytest.mark.parametrize(**by_dtype())
 def test_any_layout(xp, dtype):
     image = np.random.default_rng(0).random((10, 12, 3)).astype(dtype)

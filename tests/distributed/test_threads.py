@@ -614,6 +614,39 @@ def test_an_error_that_the_function_has_handled_is_not_raised_again(pair):
     assert pair(part) == [0, 1]
 
 
+@pytest.mark.parametrize("plan", ["ring", "heads"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_value_that_is_nan_counts_unless_it_is_hidden(pair, hidden, plan):
+    """However small its weight is: that of all keys of one rank is rounded to 0."""
+    q, k, v = np.ones((3, 2, 4, 1))
+    k[:, 3], v[:, 1] = 800, np.nan
+    options = {"mask": np.array([True, False, True, True])[None]} if hidden else {}
+    out, lse = fa_cupy.attention(q, k, v, scale=1.0, return_lse=True, **options)
+    assert np.isnan(out).all() != hidden
+    want = fa_cupy.attention_backward(out, q, k, v, out, lse, scale=1.0, **options)
+
+    def part(comm):
+        own = [distributed.split(x, comm) for x in (q, k, v)]
+        given = options | {"scale": 1.0, "comm": comm, "plan": plan}
+        out, lse = distributed.attention(*own, return_lse=True, **given)
+        return out, *distributed.attention_backward(out, *own, out, lse, **given)
+
+    for got, whole in zip(zip(*pair(part), strict=True), (out, *want), strict=True):
+        np.testing.assert_allclose(distributed.join(got), whole)
+
+
+def test_sums_over_ranks_give_no_warnings(pair):
+    x = np.full((1, 1), 1e200)
+
+    def part(comm):
+        return distributed.linear_attention(
+            np.ones((1, 1)), x, x * (1, -1)[comm.rank], comm=comm, feature_map="identity",
+            is_causal=False,
+        )  # fmt: skip
+
+    assert np.isnan(pair(part)).all()
+
+
 def test_what_comes_is_compared_as_it_comes(pair):
     """A rank that takes nothing from others keeps no list of their calls."""
     met = threading.Barrier(2)

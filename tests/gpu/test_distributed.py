@@ -129,6 +129,27 @@ def test_attention_and_gradients(ranks, dtype, name, order, plan):
     np.testing.assert_allclose(joined, on_host(lse), rtol=0, atol=1e-2 if dtype[0] == "b" else 1e-4)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_value_that_is_nan_counts_unless_it_is_hidden(ranks, dtype, hidden):
+    """However small its weight is: that of all keys of one rank is rounded to 0."""
+    q, k, v = np.ones((3, 2, 200, 16), DTYPES.get(dtype, dtype))
+    k[:, 150], v[:, 50] = 800, np.nan
+    mask = np.ones((1, 200), bool)
+    mask[0, 50] = not hidden
+
+    def part(comm):
+        own = [on_device(distributed.split(x, comm)) for x in (q, k, v)]
+        given = {"scale": 1.0, "comm": comm, "plan": "ring", "mask": cp.asarray(mask)}
+        out, lse = distributed.attention(*own, return_lse=True, **given)
+        *_, dv = distributed.attention_backward(out, *own, out, lse, **given)
+        return on_host(out), on_host(dv)
+
+    for out, dv in ranks(part):
+        assert np.isnan(out).all() != hidden
+        assert np.isnan(dv).any() != hidden
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_causal_products(ranks, dtype, reverse):

@@ -40,7 +40,9 @@ def strided(x, shape, strides):
 def in_place_of_attention():
     """Have the functions run on the stand-in, with attention in NumPy."""
     with cupy_stand_in.on_a_device() as cupy, pytest.MonkeyPatch.context() as patch:
-        for name in ("broadcast_to", "isinf", "median", "pad", "sort", "stack", "take_along_axis"):
+        for name in (
+            "broadcast_to", "isinf", "median", "pad", "sort", "stack", "take_along_axis", "unique",
+        ):  # fmt: skip
             patch.setattr(cupy, name, cupy_stand_in._function(name), raising=False)
         patch.setattr(cupy.lib.stride_tricks, "as_strided", strided)
         for name in ("__abs__", "__invert__"):

@@ -18,14 +18,14 @@ def merge(out: Any, lse: Any, more: Any, more_lse: Any) -> None:
         weight, other = np.exp(lse - top), np.exp(more_lse - top)
         total = weight + other
         share = np.where(total == 0, lse.dtype.type(1), total)
-        sums = _weighed(out, weight / share) + _weighed(more, other / share)
+        sums = _weighed(out, lse, weight / share) + _weighed(more, more_lse, other / share)
         out[...] = sums.astype(out.dtype, copy=False)
         lse[...] = top + np.log(total)
 
 
-def _weighed(out: Any, weight: Any) -> Any:
-    column = weight[..., None]
-    return np.where(column == 0, weight.dtype.type(0), column * out.astype(weight.dtype))
+def _weighed(out: Any, lse: Any, weight: Any) -> Any:
+    found = weight[..., None] * out.astype(weight.dtype)
+    return np.where(np.isneginf(lse)[..., None], weight.dtype.type(0), found)
 
 
 def add(total: Any, more: Any) -> None:

@@ -26,12 +26,13 @@ __device__ __forceinline__ unsigned short fa_round(float value) {
 """
 
 # The shares of two parts of the keys in their sum, and the log-sum-exp of both. A part without keys
-# has a share of exactly 0.
+# has a share below 0: one of exactly 0 may have been rounded, and its NaN count.
 _shares = cupy.ElementwiseKernel(
     "T more",
     "T lse, T share, T other",
     """
     const T infinity = __longlong_as_double(0x7ff0000000000000LL);
+    const bool is_empty = lse == -infinity;
     T top = (lse > more || lse != lse) ? lse : more;
     if (top == -infinity) top = 0;
     share = exp(lse - top);
@@ -42,6 +43,8 @@ _shares = cupy.ElementwiseKernel(
         share /= total;
         other /= total;
     }
+    if (is_empty) share = -1;
+    if (more == -infinity) other = -1;
     """,
     "fa_cupy_merge_shares",
 )
@@ -91,8 +94,8 @@ def _kernel(what: str, dtype: str, more: str) -> Any:
         weights = f"{'float64' if real == 'double' else 'float32'} share, "
         weights += weights.replace("share", "other")
         body = (
-            f"const {real} a = share == 0 ? 0 : share * {load(dtype, 'total')};"
-            f"const {real} b = other == 0 ? 0 : other * {load(more, 'more')};"
+            f"const {real} a = share < 0 ? 0 : share * {load(dtype, 'total')};"
+            f"const {real} b = other < 0 ? 0 : other * {load(more, 'more')};"
             f"const {real} sum = a + b;"
         )
     else:
