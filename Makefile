@@ -16,7 +16,7 @@ WATCHED := -o faulthandler_timeout=300 --timeout 600 --timeout-method thread --d
 # Bytecode is written, even where the environment says not to: many tests start Python anew. Each
 # process has half of the tests in their order, so that few files are begun by both.
 PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(JOBS) \
-  --dist worksteal $(WATCHED)
+  -p tests.support.gc_plugin --dist worksteal $(WATCHED)
 GPU_RUN := build/gpu-run
 CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
 NEEDS_GXX = $(if $(shell command -v g++),g++ is there: kernels run on the CPU,\
@@ -67,7 +67,7 @@ test-gpu: gpu-tests gpu-sanitize gpu-receipt
 SPREAD = -p xdist.plugin -p tests.support.devices_plugin -n $(GPU_JOBS) --dist load --maxschedchunk 1
 GPU_PYTEST = FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 FA_CUPY_SPREAD=1 \
   OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -m gpu -p _hypothesis_pytestplugin \
-  -p tests.support.receipt_plugin --durations 25
+  -p tests.support.gc_plugin -p tests.support.receipt_plugin --durations 25
 gpu-tests: $(GPU_READY)
 	rm -rf $(GPU_RUN) && mkdir -p $(GPU_RUN)
 	-$(GPU_PYTEST) $(if $(filter-out 1,$(GPU_JOBS)),$(SPREAD)) --receipt $(GPU_RUN)/tests.json
