@@ -25,10 +25,10 @@ MISSING = object()
 ELSEWHERE = {"fa_cupy.dask", "fa_cupy.torch", "fa_cupy.jax"}
 
 
-def modules_of(tree):
+def modules_of(nodes):
     """Modules of the package that a file imports, by the name that they have there, and names."""
     modules, names = {}, []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fa_cupy"):
             if node.module in ELSEWHERE:
                 continue
@@ -57,8 +57,8 @@ def there(module, name):
 
 def missing(path):
     """Names that a file takes from the package and that are not there."""
-    tree = ast.parse(path.read_bytes())
-    modules, names = modules_of(tree)
+    nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    modules, names = modules_of(nodes)
     wrong, taken = [], {}
     for module, name, here in names:
         if f"{module}.{name}" in ELSEWHERE:
@@ -71,10 +71,10 @@ def missing(path):
     taken |= {here: importlib.import_module(name) for here, name in modules.items()}
     # A name that is bound again is something else there.
     bound = {
-        node.id for node in ast.walk(tree)
+        node.id for node in nodes
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    } | {argument.arg for argument in ast.walk(tree) if isinstance(argument, ast.arg)}  # fmt: skip
-    for node in ast.walk(tree):
+    } | {argument.arg for argument in nodes if isinstance(argument, ast.arg)}  # fmt: skip
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = taken.get(node.value.id)
             known = module is None or node.value.id in bound or hasattr(module, node.attr)
