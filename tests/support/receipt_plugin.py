@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from validation.digest import fingerprints
+from validation.receipt import NOT_COLLECTED
 
 
 def pytest_addoption(parser):
@@ -61,7 +62,7 @@ class Recorder:
         return report
 
     def pytest_collectreport(self, report):
-        name = f"{report.nodeid} (collection)"
+        name = report.nodeid + NOT_COLLECTED
         if report.failed and name not in self.failed:  # each process collects
             self._write_failure(name, report)
             self.failed.add(name)
