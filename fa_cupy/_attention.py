@@ -13,7 +13,6 @@ from fa_cupy._bitmask import bits_of_sparse
 from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
-from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.dropout import arguments as dropout_arguments
 from fa_cupy.keys.arguments import Places
 
@@ -351,7 +350,7 @@ def scaled_dot_product_attention(
     name = "scaled_dot_product_attention"
     attention_problem.torch_options(name, attn_mask, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
-    if is_sparse(attn_mask) and not is_mask:
+    if checks.is_sparse(attn_mask) and not is_mask:
         raise _is_no_bool(name, attn_mask, ", or attention(..., bias=attn_mask)")
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
     return _solve(
@@ -371,9 +370,9 @@ def scaled_dot_product_attention(
 
 def bits_of_attn_mask(name: str, attn_mask: Any) -> Any:
     """Return `attn_mask`, as a BitMask if it is a sparse matrix, which must be of bool."""
-    if is_sparse(attn_mask) and attn_mask.dtype != np.bool_:
+    if checks.is_sparse(attn_mask) and attn_mask.dtype != np.bool_:
         raise _is_no_bool(name, attn_mask)
-    return bits_of_sparse(attn_mask)
+    return bits_of_sparse(name, "attn_mask", attn_mask)
 
 
 def _is_no_bool(name: str, attn_mask: Any, or_else: str = "") -> TypeError:
@@ -666,7 +665,8 @@ def _solve_backward(
             problem, where.inputs(inputs), (out, lse, dout, dlse), wanted,
             dispatch.allocator(native), sinks, **extra, **where.for_backend(native.backend),
         )  # fmt: skip
-        return tuple(x if is_sparse(x) else native.give_back(x) for x in map(found.get, wanted))
+        results = map(found.get, wanted)
+        return tuple(x if checks.is_sparse(x) else native.give_back(x) for x in results)
 
 
 def gradients_wanted(

@@ -9,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy.core import backends, broadcasting
+from fa_cupy.core import backends, broadcasting, checks
 from fa_cupy.masks import blocks as masks_blocks
 from fa_cupy.masks import build, export, slices
 from fa_cupy.masks.algebra import Algebra
@@ -99,7 +99,7 @@ class BitMask(Sources, Algebra):
     def __new__(cls, mask: Any) -> BitMask:
         if isinstance(mask, BitMask):
             return mask
-        return cls.from_csr(mask) if hasattr(mask, "tocsr") else cls.from_dense(mask)
+        return cls.from_csr(mask) if checks.is_sparse(mask) else cls.from_dense(mask)
 
     @classmethod
     def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
@@ -474,6 +474,6 @@ def _restored(lengths: tuple[int, int], lists: tuple[Array, ...], entries: Array
     return BitMask._wrap(grid, Store(grid, found), entries)
 
 
-def bits_of_sparse(mask: Any) -> Any:
-    """Return a sparse matrix as a BitMask, and anything else as it is."""
-    return BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+def bits_of_sparse(name: str, arg: str, mask: Any) -> Any:
+    """Return an argument that is a sparse matrix as a BitMask, and anything else as it is."""
+    return BitMask._of_sparse(name, {arg: mask}) if checks.is_sparse(mask) else mask

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from fa_cupy._score import Score, arrays_of, operands_of
-from fa_cupy.core.sparse_bias import is_sparse
+from fa_cupy.core import checks
 from fa_cupy.dropout.philox import philox4x32
 from fa_cupy.score import tree
 from fa_cupy.score.evaluate import evaluate
@@ -150,7 +150,7 @@ class Expressed(NamedTuple):
 def _converted(real: np.dtype[Any], *rows: Any, **pairs: Any) -> Iterator[Array]:
     """Return arrays of rows in a dtype; what is of pairs has to be no sparse matrix."""
     for arg, x in pairs.items():
-        if is_sparse(x):
+        if checks.is_sparse(x):
             raise TypeError(f"reference: {arg} is a sparse matrix, want an array of all pairs")
     return (np.asarray(x).astype(real) for x in rows)
 

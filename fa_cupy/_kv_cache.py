@@ -15,15 +15,16 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import checks
 from fa_cupy.core.arrays import overlap
 from fa_cupy.core.attention_problem import dtype_of
-from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.keys.gathered import as_integers
 from fa_cupy.keys.layout import PAGE_MULTIPLE
 
 _LIBRARIES = ("numpy", "cupy")
 _TOO_MANY = 1 << 62  # bytes
-# Arguments of attention that a cache passes itself, and those that exclude them.
-_OWN = frozenset(("k", "v", "k_lengths", "page_table"))
-_OF_PACKED = frozenset(("q_offsets", "k_offsets"))
+# Arguments of attention that a cache does not take, and why.
+_REFUSED = {
+    **dict.fromkeys(("k", "v", "k_lengths", "page_table"), "the cache has its own"),
+    **dict.fromkeys(("q_offsets", "k_offsets"), "a cache has no packed sequences"),
+}
 
 
 class _Change(NamedTuple):
@@ -435,9 +436,10 @@ class KVCache:
         assert self.page_size is not None
         return -(-int(length) // self.page_size)
 
-    def _number(self, name: str, arg: str, value: Any) -> int:
+    def _number(self, name: str, arg: str, value: Any, more: str = "") -> int:
         count = len(self._lengths)
-        return checks.whole(name, arg, value, f"an int from 0 to {count - 1}", range(count))
+        wanted = f"an int from 0 to {count - 1}{more}"
+        return checks.whole(name, arg, value, wanted, range(count))
 
     def _numbers(self, name: str, sequences: Any) -> npt.NDArray[np.int64]:
         """Return numbers of sequences as an array, checked."""
@@ -445,7 +447,7 @@ class KVCache:
             return np.arange(len(self._lengths))
         several = isinstance(sequences, Sequence) and not isinstance(sequences, (str, bytes))
         if not several and not (isinstance(sequences, np.ndarray) and sequences.ndim):
-            sequences = [sequences]
+            return np.array([self._number(name, "sequences", sequences, " or a sequence of them")])
         values = [self._number(name, f"sequences[{i}]", x) for i, x in enumerate(sequences)]
         return np.array(values, np.int64)
 
@@ -472,20 +474,19 @@ def _positive(name: str, arg: str, value: Any) -> int:
 
 def _check_size(name: str, size: int, entries: int) -> None:
     """Raise for arrays of so many bytes, or a table of so many pages, that no machine has."""
-    if max(size, 4 * entries) >= _TOO_MANY:
-        wanted = f"arrays of {max(size, 4 * entries)} bytes are asked for, want below 2**62"
-        raise ValueError(f"{name}: {wanted}")
+    most = max(size, 4 * entries)
+    if most >= _TOO_MANY:
+        raise ValueError(f"{name}: arrays of {most} bytes are asked for, want below 2**62")
 
 
 def _check_options(name: str, options: dict[str, Any]) -> None:
     """Raise for options of attention that a cache has itself, or that its lengths do not allow."""
     for arg in options:
-        if arg in _OWN | _OF_PACKED:
-            why = "the cache has its own" if arg in _OWN else "a cache has no packed sequences"
-            raise TypeError(f"{name}: {arg} is given, want it left out ({why})")
+        if arg in _REFUSED:
+            raise TypeError(f"{name}: {arg} is given, want it left out ({_REFUSED[arg]})")
     for arg in ("bias", "mask"):
         x = options.get(arg)
-        if isinstance(x, BitMask) or is_sparse(x):
+        if isinstance(x, BitMask) or checks.is_sparse(x):
             kind = "BitMask" if isinstance(x, BitMask) else "sparse matrix"
             raise TypeError(f"{name}: {arg} is a {kind}, want an array")
 

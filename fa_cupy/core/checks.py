@@ -44,6 +44,11 @@ def flag(name: str, arg: str, value: Any) -> bool:
     raise TypeError(f"{name}: {arg} is {show(value)}, want a bool")
 
 
+def is_sparse(x: Any) -> bool:
+    """Return whether an argument is a sparse matrix, of any library."""
+    return hasattr(x, "tocsr")
+
+
 def is_int(value: Any) -> bool:
     """Return whether `value` is an int, a bool or a NumPy integer.
 

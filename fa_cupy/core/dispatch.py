@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy._bitmask import BitMask
+from fa_cupy._bitmask import BitMask, bits_of_sparse
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core import attention_problem, backends
-from fa_cupy.core.sparse_bias import SparseBias, is_sparse
+from fa_cupy.core import attention_problem, backends, checks
+from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.score.program import Operands
 
 _OPTIONAL = ("initial_state", "dstate", "out")
@@ -49,9 +49,8 @@ def sparse_inputs(name: str, args: Sequence[str], arrays: Sequence[Any]) -> list
     These are bias and mask. Without a mask, the pattern of a sparse bias is the mask.
     """
     *others, bias, mask = arrays
-    if is_sparse(mask):
-        mask = BitMask.from_csr(mask)
-    if is_sparse(bias):
+    mask = bits_of_sparse(name, args[-1], mask)
+    if checks.is_sparse(bias):
         bias = SparseBias(name, args[-2], bias)
         mask = bias.structure.pattern if mask is None else mask
         if bias.device is not None and not isinstance(mask, BitMask):
@@ -103,7 +102,7 @@ def refuse_bits(name: str, arrays: Sequence[Any], places: Collection[str]) -> No
 
 def refuse_sparse_bias(name: str, bias: Any, dense: str) -> None:
     """Raise for a sparse bias where gradients are recorded; `dense` is what to write instead."""
-    if is_sparse(bias):
+    if checks.is_sparse(bias):
         raise TypeError(
             f"{name}: bias is a sparse matrix, want {dense} and a mask of its pattern, or "
             "fa_cupy.attention and attention_backward on NumPy arrays"

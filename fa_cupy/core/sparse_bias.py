@@ -25,11 +25,6 @@ Array = npt.NDArray[Any]
 _ORDERED = ("bsr", "coo", "csc", "csr")
 
 
-def is_sparse(x: Any) -> bool:
-    """Return whether an argument is a sparse matrix, of any library."""
-    return hasattr(x, "tocsr")
-
-
 class Structure:
     """Where a sparse matrix has elements: as in CSR format, sorted and without duplicates.
 

@@ -24,7 +24,6 @@ except ModuleNotFoundError as error:
 
 from fa_cupy._bitmask import BitMask, bits_of_sparse
 from fa_cupy.core import attention_problem, checks, dispatch, linear_problem
-from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.dask import tasks
 from fa_cupy.dask.arguments import collected, library_of, stand_in, stand_ins
 from fa_cupy.dask.attention_graph import AttentionGraph
@@ -127,9 +126,7 @@ def attention(
     """
     name = "attention"
     dispatch.require(name, q=q, k=k, v=v)
-    if is_sparse(bias):
-        raise TypeError(f"{name}: bias is a sparse matrix, want a Dask array")
-    mask = bits_of_sparse(mask)
+    mask = bits_of_sparse(name, "mask", mask)
     bits = mask if isinstance(mask, BitMask) else None
     dense = None if bits is not None else mask
     arrays = collected(name, q=q, k=k, v=v, bias=bias, mask=dense, sinks=sinks)

@@ -15,7 +15,6 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, backends, checks
 from fa_cupy.core.arrays import Laid, Native
-from fa_cupy.core.sparse_bias import is_sparse
 from fa_cupy.distributed import order as orders
 from fa_cupy.distributed import pieces as of_pieces
 from fa_cupy.distributed import plans
@@ -238,13 +237,14 @@ def prepare(
         checks.flag(name, "return_lse", return_lse)
         optional = {arg: given[arg] for arg in ("bias", "sinks")}
         found["need"] = _attention.gradients_wanted(name, need, (), **optional) if gradients else ()
-        band = checks.band(name, is_causal, None, window, FAR, FAR)
+        checks.band(name, is_causal, None, window, FAR, FAR)
+        found["window"] = None if window is None else tuple(window)
         if plan is not None and not (isinstance(plan, str) and plan in WAYS):
             raise ValueError(f"{name}: plan is {checks.show(plan)}, want None, 'ring' or 'heads'")
         shapes = {f"the shape of {arg} but its length": _other_axes(arrays[arg]) for arg in "qkv"}
         shared = {
             "order": orders.checked_order(name, order), "plan": plan,
-            "is_causal and window": band, "the library": native.backend,
+            "is_causal": bool(is_causal), "window": found["window"], "the library": native.backend,
             "the dtype": arrays["q"].dtype.name, **shapes, **options, "need": found["need"],
             **{f"whether {arg} is given": arrays.get(arg) is not None for arg in _SHARED},
             "the kind of bias": _kind(arrays["bias"], 2),
@@ -264,8 +264,7 @@ def prepare(
     way = plans.way_of(name, plan, arrays, places, shared, gradients, backend)
     return Call(
         name, comm, found["native"], arrays, places, way,
-        bool(is_causal), None if window is None else tuple(window), options,
-        found["out_shape"], shared, found["need"],
+        bool(is_causal), found["window"], options, found["out_shape"], shared, found["need"],
     )  # fmt: skip
 
 
@@ -281,7 +280,7 @@ def _refuse_capture(name: str, native: Native) -> None:
 def _native(name: str, given: Mapping[str, Any]) -> tuple[Native, dict[str, Any]]:
     """Return arguments as native arrays; a BitMask stays as it is."""
     for arg in ("bias", "mask"):
-        if is_sparse(given.get(arg)):
+        if checks.is_sparse(given.get(arg)):
             raise TypeError(f"{name}: {arg} is a sparse matrix, want an array{_OR[arg]}")
     kept = given["mask"] if isinstance(given["mask"], BitMask) else None
     others = {arg: None if x is kept else x for arg, x in given.items()}

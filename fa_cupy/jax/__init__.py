@@ -131,7 +131,7 @@ def attention(
     >>> dq = jax.grad(lambda q: attention(q, k, v, dropout=0.1, seed=2024).sum())(q)
     """
     dispatch.refuse_sparse_bias("attention", bias, "jax.numpy.asarray(bias.toarray())")
-    mask = bits_of_sparse(mask)
+    mask = bits_of_sparse("attention", "mask", mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
     require_arrays("attention", q=q, k=k, v=v)
@@ -260,7 +260,7 @@ def kernel_regression(
     ()
     """
     name = "kernel_regression"
-    mask = bits_of_sparse(mask)
+    mask = bits_of_sparse(name, "mask", mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
     is_array = isinstance(bandwidth, jax.Array) or getattr(bandwidth, "shape", ()) != ()

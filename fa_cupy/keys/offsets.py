@@ -129,7 +129,7 @@ def masks_of(name: str, arg: str, masks: Any) -> tuple[BitMask, ...] | None:
     """Return a list of masks, one for each sequence, as masks of bits; None for anything else."""
     if not isinstance(masks, (list, tuple)):
         return None
-    found = [bits_of_sparse(x) for x in masks]
+    found = [bits_of_sparse(name, f"{arg}[{i}]", x) for i, x in enumerate(masks)]
     for i, x in enumerate(found):
         if not isinstance(x, BitMask):
             raise TypeError(f"{name}: {arg}[{i}] is {checks.show(x)}, want a BitMask")

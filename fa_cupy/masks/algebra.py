@@ -44,8 +44,7 @@ class Algebra:
         raise NotImplementedError
 
     @classmethod
-    def from_csr(cls: type[Mask], matrix: Any) -> Mask:
-        """Return the mask of a sparse matrix."""
+    def _of_sparse(cls: type[Mask], name: str, matrices: dict[str, Any]) -> Mask:
         raise NotImplementedError
 
     @property
@@ -286,8 +285,8 @@ class Algebra:
             return None
         if isinstance(other, Algebra):
             return other
-        if hasattr(other, "tocsr"):
-            return self.from_csr(other)
+        if checks.is_sparse(other):
+            return self._of_sparse("BitMask", {"other": other})
         number = isinstance(other, (bool, np.bool_))
         scalar: Any = other if isinstance(other, numbers.Number) else None
         scalar = None if isinstance(other, np.timedelta64) else scalar

@@ -158,15 +158,14 @@ def check_callable(name: str, arg: str, value: Any, wanted: str) -> None:
         raise TypeError(f"{name}: {arg} is {checks.show(value)}, want {wanted}")
 
 
-def of_one_device(name: str, matrices: list[Any]) -> core_arrays.Native:
+def of_one_device(name: str, matrices: dict[str, Any]) -> core_arrays.Native:
     """Return the data of sparse matrices, which are all of one library and device."""
-    data = {f"matrix[{i}]": matrix.data for i, matrix in enumerate(matrices)}
-    return core_arrays.to_native(name, **data)
+    return core_arrays.to_native(name, **{arg: matrix.data for arg, matrix in matrices.items()})
 
 
 def as_csr(name: str, arg: str, matrix: Any) -> Any:
     """Return a sparse matrix in CSR form, with one stored element a place if it is SciPy's."""
-    if not hasattr(matrix, "tocsr") or isinstance(matrix, type):
+    if not checks.is_sparse(matrix) or isinstance(matrix, type):
         raise TypeError(f"{name}: {arg} is {checks.show(matrix)}, want a scipy.sparse matrix")
     if len(matrix.shape) != 2:
         raise ValueError(f"{name}: {arg} has shape {matrix.shape}, want 2 axes")

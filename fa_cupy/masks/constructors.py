@@ -163,16 +163,23 @@ class Sources:
         if not args:
             raise ValueError(f"{name}: matrix has no elements, want at least one matrix")
         given = zip(args, matrix if batched else [matrix], strict=True)
-        found = [inputs.as_csr(name, arg, x) for arg, x in given]
-        grid = Grid(*found[0].shape)
+        return cls._of_sparse(name, dict(given), batched)
+
+    @classmethod
+    def _of_sparse(
+        cls: type[Mask], name: str, matrices: dict[str, Any], batched: bool = False
+    ) -> Mask:
+        """Return the mask of sparse matrices, which have the names of arguments of a function."""
+        found = [inputs.as_csr(name, arg, x) for arg, x in matrices.items()]
+        args, grid = [*matrices], Grid(*found[0].shape)
         for arg, csr in zip(args, found, strict=True):
             if csr.shape != grid:
                 raise ValueError(
-                    f"{name}: {arg} has shape {csr.shape}, matrix[0] has {tuple(grid)}"
+                    f"{name}: {arg} has shape {csr.shape}, {args[0]} has {tuple(grid)}"
                 )
 
         entries = np.arange(len(found)) if batched else np.array(0)
-        native = inputs.of_one_device(name, found)
+        native = inputs.of_one_device(name, dict(zip(args, found, strict=True)))
         if native.backend == "cupy":
             on_device = backends.gpu("masks.build")
             with native.context:

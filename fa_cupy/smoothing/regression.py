@@ -86,7 +86,7 @@ def to_native(
     """Return arguments as native arrays, and more arrays apart from them."""
     dispatch.require(name, x=x, X=X, y=y, **more)
     widths = bandwidth if getattr(bandwidth, "shape", ()) else None
-    mask = bits_of_sparse(mask)
+    mask = bits_of_sparse(name, "mask", mask)
     bits = mask if isinstance(mask, BitMask) else None
     native = core_arrays.to_native(
         name,

@@ -133,7 +133,7 @@ def attention(
     >>> attention(q, k, v, dropout=0.1, seed=2024).sum().backward()
     """
     dispatch.refuse_sparse_bias("attention", bias, "torch.from_numpy(bias.toarray())")
-    mask = bits_of_sparse(mask)
+    mask = bits_of_sparse("attention", "mask", mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     named = {"bias": bias, "mask": None if bits is not None else mask, "sinks": sinks}
     of_score = arrays_of("attention", score)
@@ -262,7 +262,7 @@ def kernel_regression(
     torch.Size([])
     """
     name = "kernel_regression"
-    mask = bits_of_sparse(mask)
+    mask = bits_of_sparse(name, "mask", mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     is_array = isinstance(bandwidth, torch.Tensor) or getattr(bandwidth, "shape", ()) != ()
     named = {"bandwidth": bandwidth if is_array else None}

@@ -451,15 +451,19 @@ def refusals():
         "append: sequences[0] is -1 (int), want an int from 0 to 2": ("append", (k, k, [-1, 0])),
         "append: sequences[0] is True (bool), want an int from 0 to 2": (
             "append", (k, k, [True, 0])),
-        "append: sequences[0] is '01' (str), want an int from 0 to 2": ("append", (k, k, "01")),
-        "append: sequences[0] is b'00' (bytes), want an int from 0 to 2": (
+        "append: sequences is '01' (str), want an int from 0 to 2 or a sequence of them": (
+            "append", (k, k, "01")),
+        "append: sequences is b'00' (bytes), want an int from 0 to 2 or a sequence of them": (
             "append", (k, k, b"00")),
         "attention: q has shape (2, 2, 5, 8), want (3, any, any, 8)": ("attention", (k,)),
         "attention: q has dtype float16, the cache has float32": (
             "attention", (k.astype(np.float16), [0, 1])),
         "attention: q has 3 heads, want a multiple of 2, or 1": (
             "attention", (zeros(3, 3, 1, 8),)),
-        "attention: sequences[0] is 5 (int), want an int from 0 to 2": ("attention", (k[:1], 5)),
+        "attention: sequences is 5 (int), want an int from 0 to 2 or a sequence of them": (
+            "attention", (k[:1], 5)),
+        "attention: sequences is {0} (set), want an int from 0 to 2 or a sequence of them": (
+            "attention", (k[:1], {0})),
         "fork: sequence is 3 (int), want an int from 0 to 2": ("fork", (3,)),
         "fork: to is -1 (int), want an int from 0 to 2": ("fork", (0, -1)),
         "fork: to is 0, which has 0 tokens, want another sequence that is empty": ("fork", (0, 0)),

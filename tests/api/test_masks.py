@@ -17,8 +17,11 @@ from scipy import sparse
 
 from fa_cupy import (
     BitMask,
+    attention,
+    kernel_regression,
     layouts,
     plot,
+    scaled_dot_product_attention,
 )
 from fa_cupy.masks import entries
 
@@ -555,11 +558,15 @@ class SameAgain:
         return self
 
 
-def damaged(form, part, value):
+def damaged_matrix(form, part, value):
     """The identity of 3 rows as a sparse matrix, an array of which is another one."""
     matrix = sparse.csr_array(np.eye(3)).asformat(form)
     setattr(matrix, part, value)
-    return lambda: BitMask.from_csr(matrix)
+    return matrix
+
+
+def damaged(*change):
+    return lambda: BitMask.from_csr(damaged_matrix(*change))
 
 
 @pytest.mark.parametrize(
@@ -809,3 +816,25 @@ def test_text_advises_another_order():
     assert "nearly empty" not in repr(mask.reorder()[0])
     assert "nearly empty" not in repr(mask[:1000])  # queries and keys are not the same nodes
     assert "nearly empty" not in repr(BitMask.from_edges(*rng.integers(0, n, (2, 70 * 256)), n))
+
+
+X, FULL = np.ones((3, 2)), BitMask.from_dense(np.ones((3, 3), bool))
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("attention: mask", lambda mask: attention(X, X, X, mask=mask)),
+        ("attention: mask[1]", lambda mask: attention(
+            X, X, X, q_offsets=np.array([0, 3, 3]), mask=[FULL, mask])),
+        ("scaled_dot_product_attention: attn_mask", lambda mask: scaled_dot_product_attention(
+            X, X, X, mask)),
+        ("kernel_regression: mask", lambda mask: kernel_regression(X, X, X[:, 0], 1.0, mask=mask)),
+        ("BitMask: other", lambda mask: FULL & mask),
+    ],
+)  # fmt: skip
+def test_errors_of_sparse_masks_name_the_function_that_was_called(name, call):
+    matrix = damaged_matrix("csr", "indices", np.array([0, 99, 2]))
+    matrix.data = matrix.data != 0
+    with pytest.raises(ValueError, match=f"^{re.escape(name)} is not a valid sparse matrix: indic"):
+        call(matrix)

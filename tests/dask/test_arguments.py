@@ -54,7 +54,7 @@ def test_errors(name, arrays, error, text):
     ("function", "options", "error", "text"),
     [
         ("attention", {"bias": UNKNOWN}, ValueError, "bias has chunks of unknown"),
-        ("attention", {"bias": sparse.coo_array((8, 8))}, TypeError, "bias is a sparse matrix"),
+        ("attention", {"bias": sparse.coo_array((8, 8))}, TypeError, "bias is a scipy.coo_array"),
         ("attention", {"mask": X}, TypeError, "mask has dtype float64, want bool"),
         ("attention", {"mask": fa_cupy.BitMask.from_dense(np.ones((8, 7), bool))}, ValueError,
          "mask has k_len 7, k has 8"),

@@ -96,7 +96,11 @@ def test_wrong_arguments_of_one_rank_are_errors_on_all(pair, options, error, tex
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"is_causal": True}, "is_causal and window is .* on rank 0 and .* on rank 1, want the"),
+        (
+            {"is_causal": True},
+            r"is_causal is False .bool. on rank 0 and True .bool. on rank 1, want",
+        ),
+        ({"window": [2, None]}, r"window is None .NoneType. on rank 0 and \(2, None\) .tuple. on"),
         ({"scale": 2.0}, r"scale is None .NoneType. on rank 0 and 2.0 .float. on rank 1"),
         ({"plan": "ring"}, "plan is None .NoneType. on rank 0 and 'ring' .str. on rank 1"),
         ({"order": "zigzag"}, "order is 'contiguous' .str. on rank 0 and 'zigzag'"),

@@ -6,7 +6,6 @@ without a GPU.
 
 import ast
 import importlib
-import sys
 
 import pytest
 
@@ -85,16 +84,8 @@ def missing(path):
 
 @pytest.fixture(scope="module")
 def cupy():
-    before = {*sys.modules}
     with in_place_of_cupy() as found:
         yield found
-    # Modules outside `fa_cupy.gpu` that were imported first here have modules with the stand-in.
-    for name in {*sys.modules} - before:
-        parent, _, child = name.rpartition(".")
-        if name.startswith("fa_cupy."):
-            del sys.modules[name]
-            if parent in sys.modules:
-                vars(sys.modules[parent]).pop(child, None)
 
 
 def test_names_that_files_use_are_there(cupy):
