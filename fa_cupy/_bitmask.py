@@ -358,7 +358,7 @@ class BitMask(Sources, Algebra):
         pairs = pairs[order][:, order]
         pairs.sort_indices()
         made = [build.of_csr(self._grid, pairs)]
-        return self._of(self._grid, made, self.entries, self._store.device), order
+        return self._of(self._grid, made, np.array(0), self._store.device), order
 
     def save(self, file: File) -> None:
         """Write the mask to a file, as an .npz archive of its lists.

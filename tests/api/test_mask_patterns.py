@@ -182,6 +182,13 @@ def test_reorder(seed, length):
     check(again, dense[order][:, order])
 
 
+@pytest.mark.parametrize("length", [4, 300])
+def test_reorder_of_one_mask_of_a_batch(length):
+    dense = np.random.default_rng(length).random((3, length, length)) < 0.1
+    again, order = BitMask(dense)[2].reorder()
+    check(again, dense[2][order][:, order])
+
+
 def test_reorder_finds_the_line_that_nodes_stand_on():
     rng = np.random.default_rng(0)
     names = rng.permutation(2000)
