@@ -33,7 +33,7 @@ from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
 from fa_cupy.tiled.gradients import Gradient, Operands
 from fa_cupy.tiled.softcap import folds
-from fa_cupy.tiled.softmax import FAR
+from fa_cupy.tiled.softmax import FAR, own_share
 
 Array = npt.NDArray[Any]
 View = attention_problem.View
@@ -584,7 +584,7 @@ def _add_all(plan: Plan, stacks: list[Operands], main: Steps, pairs: _Entries) -
         if found is not None:
             turned = partial(pairs.turned, x)
             if not entries_backward.add(main, plan.problem, x, found, turned):
-                left.append(_of_sparse_blocks(x))
+                left.append(_of_sparse_blocks(plan, x, found, main))
     if left:
         _add_columns(plan, left, main)
 
@@ -624,13 +624,46 @@ def _in_pairs(problem: attention_problem.Problem, mask: BitMask) -> bool:
     return problem.dropout is None and entries.any_of(mask)
 
 
-def _of_sparse_blocks(x: Operands) -> Operands:
-    """Return operands whose tiles have the sparse blocks of the mask alone."""
+def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: Steps) -> Operands:
+    """Return operands whose tiles have the sparse blocks of the mask alone.
+
+    Tiles round scores otherwise than pairs do, of which `lse` is. So weights are divided by the sum
+    that scores of tiles have: those of large scores would not sum to 1.
+    """
+    problem, tile_m, q_len = plan.problem, plan.tile.tile_m, x.q.shape[1]
+    whole, left = (_with_sparse_blocks(x, words) for words in (True, False))
+    dense = replace(x, k=entries.dense_of(x.k, steps.dtype))
+    top = attention_backward.finite_or_0(np, x.lse).astype(steps.dtype)
+    total = np.ones_like(top)
+    for begin in range(0, q_len, tile_m):
+        rows = begin, min(begin + tile_m, q_len)
+        part, lse = slice(*rows), x.lse[:, slice(*rows)]
+        more = entries.padded(steps, problem, dense, found, rows)
+        of_pairs = _row_statistics(plan, x, rows, steps, more)
+        of_tiles = _row_statistics(plan, whole, rows, steps)
+        share = own_share(np, lse, *of_pairs)
+        seen = np.isfinite(lse)
+        top[:, part] = np.where(seen, of_tiles[0], top[:, part])
+        total[:, part] = np.where(seen, of_tiles[1] / share, total[:, part])
+    return replace(left, top=top, total=total)
+
+
+def _with_sparse_blocks(x: Operands, words: bool) -> Operands:
+    """Return operands whose tiles have the sparse blocks too, and blocks with words or not."""
     assert isinstance(x.mask, MaskTiles)
     assert isinstance(x.columns, MaskTiles)
-    only = {"words": False, "sparse": True}
-    mask, columns = x.mask.only(**only), x.columns.only(**only)
+    mask, columns = (of.only(words=words, sparse=True) for of in (x.mask, x.columns))
     return replace(x, mask=mask, columns=columns, direct=frozenset())
+
+
+def _row_statistics(
+    plan: Plan, x: Operands, rows: tuple[int, int], steps: Steps, more: Any = ()
+) -> tuple[Array, Array]:
+    """Return maximum and sum of the weights of some queries."""
+    # Of a graph's many tiles nearly all are empty here.
+    seen = x.mask.columns(rows, plan.columns) if isinstance(x.mask, MaskTiles) else plan.columns
+    tile_m = plan.tile.tile_m
+    return attention_backward.row_statistics(steps, plan.problem, x, rows, seen, tile_m, more)
 
 
 def _add_columns(plan: Plan, stacks: list[Operands], main: Steps) -> None:

@@ -108,7 +108,27 @@ def keep_apart(
     tile_m: int,
     more: Iterable[tuple[tuple[int, int], Array]] = (),
 ) -> None:
-    """Set ``x.top`` and ``x.total`` of far queries among some, given all columns of tiles.
+    """Set ``x.top`` and ``x.total`` of far queries among some, as `row_statistics`."""
+    part = slice(*rows)
+    lse = x.lse[:, part]
+    top, total = row_statistics(steps, problem, x, rows, columns, tile_m, more)
+    far = is_far(steps.xp, lse)
+    found = top, given_total(steps.xp, lse, top, total)
+    for kept, new in zip((x.top, x.total), found, strict=True):
+        assert kept is not None
+        kept[:, part] = steps.xp.where(far, new, kept[:, part])
+
+
+def row_statistics(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    rows: tuple[int, int],
+    columns: Iterable[tuple[int, int]],
+    tile_m: int,
+    more: Iterable[tuple[tuple[int, int], Array]] = (),
+) -> tuple[Array, Array]:
+    """Return maximum and sum of the weights of some queries, given all columns of tiles.
 
     Scores come from the same products as in `column`, so that they are rounded alike. `more` are
     those of keys that no tile has, as of `softmax.statistics`.
@@ -123,14 +143,7 @@ def keep_apart(
         yield from more
         yield (0, rows[1] - rows[0]), attention.sinks_of(steps, x, *rows)
 
-    part = slice(*rows)
-    lse = x.lse[:, part]
-    top, total = statistics(steps, x.q.shape[0], rows[1] - rows[0], scored())
-    far = is_far(steps.xp, lse)
-    found = top, given_total(steps.xp, lse, top, total)
-    for kept, new in zip((x.top, x.total), found, strict=True):
-        assert kept is not None
-        kept[:, part] = steps.xp.where(far, new, kept[:, part])
+    return statistics(steps, x.q.shape[0], rows[1] - rows[0], scored())
 
 
 def add_to_sinks(steps: Steps, x: Operands) -> None:

@@ -59,6 +59,16 @@ def given_total(xp: Any, lse: Array, top: Array, total: Array) -> Array:
     return xp.where(of_more, xp.exp(xp.where(of_more, lse - top, dtype(0))), total)
 
 
+def own_share(xp: Any, lse: Array, top: Array, total: Array) -> Array:
+    """Return what part of the weights that a log-sum-exp of a caller stands for is of own keys.
+
+    Those are the keys that `top` and `total` come from. It is 1, as far as scores are rounded, but
+    where results over parts of the keys were merged.
+    """
+    of_far = total / given_total(xp, lse, top, total)
+    return xp.where(is_far(xp, lse), of_far, total * xp.exp(top - lse))
+
+
 def statistics(
     steps: Any, n: int, m: int, scored: Iterable[tuple[tuple[int, int], Array | None]]
 ) -> tuple[Array, Array]:

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, attention, attention_backward, merge_attention, reference
+from fa_cupy import (
+    BitMask,
+    Score,
+    attention,
+    attention_backward,
+    merge_attention,
+    reference,
+)
 from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled import attention_backward as tiled_attention_backward
 from fa_cupy.tiled import tile_sizes
@@ -240,6 +247,43 @@ def test_a_nan_that_is_hidden_beside_far_rows(xp, tile_size):
     v[:, 90:] = np.nan
     k[1, 95] = np.inf
     check(xp, dout, q, k, v, bias, mask=np.arange(100) < 90)
+
+
+def weights_of_one_key(scale, dtype, bad, parts, **options):
+    """What keys get of a `dv` of ones where query i sees key i and, in `parts`, one more key."""
+    rng = np.random.default_rng(0)
+    n, dim = 200, 64
+    q, k = (normal(rng, (n, dim), dtype) for _ in range(2))
+    v, dout = np.ones((n, 1), dtype), np.ones((n, 1), dtype)
+    near_by = np.eye(n, dtype=bool)
+    masks = [BitMask(np.roll(near_by, shift, axis=1)) for shift in range(parts)]
+    found = [attention(q, k, v, mask=m, scale=scale, return_lse=True, **options) for m in masks]
+    out, lse = merge_attention(*zip(*found, strict=True))
+    if bad:
+        dout[7] = bad  # of a row whose output is finite
+    given = {"scale": scale, "need": ["v"], **options}
+    grads = [attention_backward(dout, q, k, v, out, lse, mask=m, **given)[0] for m in masks]
+    return np.concatenate([np.delete(dv, [7, 8]) for dv in grads])
+
+
+@pytest.mark.parametrize(**by_dtype(SINGLE, DOUBLE))
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e5, 1e7])
+def test_a_row_that_is_not_finite_beside_far_rows_of_few_pairs(dtype, parts, scale):
+    """Pairs are computed again by tiles, which round their scores otherwise."""
+    want = weights_of_one_key(scale, dtype, 0.0, parts)
+    if parts == 1:
+        assert want.tolist() == [1.0] * len(want)
+    for bad in (np.nan, np.inf):
+        found = weights_of_one_key(scale, dtype, bad, parts)
+        np.testing.assert_allclose(found, want, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("expression", ["(4*s)**8", "exp(4*s)", "s**5"])
+def test_a_row_that_is_not_finite_beside_steep_scores_of_few_pairs(expression):
+    steep = Score(f"{expression} if i != 7 else log(-1.0 - s * s)")
+    found = weights_of_one_key(0.125, SINGLE, 0.0, 1, score=steep)
+    assert found.tolist() == [1.0] * len(found)
 
 
 def test_tiles_of_ordinary_rows_take_no_second_pass(monkeypatch):
