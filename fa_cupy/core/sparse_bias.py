@@ -23,6 +23,7 @@ Array = npt.NDArray[Any]
 
 # Formats with an array of all stored elements, whose order a gradient can have.
 _ORDERED = ("bsr", "coo", "csc", "csr")
+_WITH_DATA = (*_ORDERED, "dia")
 
 
 class Structure:
@@ -191,8 +192,15 @@ class SparseBias:
             found.data = data.reshape(self.given.data.shape)
             return found
         kind = sparse.csr_matrix if sparse.isspmatrix(self.given) else sparse.csr_array
-        made = kind((values, where.keys.copy(), where.begin.copy()), shape=self.shape)
-        return made.asformat(self.given.format) if sparse.issparse(self.given) else made
+        indices = where.keys.copy(), where.begin.copy()
+        form = self.given.format if sparse.issparse(self.given) else "csr"
+        if form not in _WITH_DATA:
+            return kind((values, *indices), shape=self.shape).asformat(form)
+        # SciPy converts numbers of any dtype, and 16-bit floats of none; 0 is what it puts between.
+        numbers = np.arange(1, 1 + len(values))
+        found = kind((numbers, *indices), shape=self.shape).asformat(form)
+        found.data = np.concatenate([np.zeros(1, values.dtype), values])[found.data]
+        return found
 
 
 def _stored(name: str, arg: str, matrix: Any) -> tuple[Structure, Array]:

@@ -270,12 +270,16 @@ def test_gradients_lie_as_the_elements_of_the_bias(form):
     np.testing.assert_allclose(dbias.toarray(), want, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["csr", "csc", "coo"])
-def test_elements_of_one_pair_are_summed(form):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["csr", "csc", "coo", "bsr"])
+def test_elements_of_one_pair_are_summed(form, dtype):
     parts = np.array([1.0, 0.5, 2.0, -3.0]), (np.array([0, 0, 1, 0]), np.array([2, 2, 0, 1]))
     coo = sparse.coo_array(parts, shape=(2, 3))
     matrix = coo
-    if form != "coo":  # as SciPy's own conversions sum them
+    if form == "bsr":
+        blocks = coo.data[[0, 1, 3, 2], None, None], np.array([2, 2, 1, 0]), np.array([0, 3, 4])
+        matrix = sparse.bsr_array(blocks, shape=(2, 3))
+    elif form != "coo":  # as SciPy's own conversions sum them
         rows = coo.row if form == "csr" else coo.col
         order = np.argsort(rows, kind="stable")
         counts = np.bincount(rows, minlength=2 if form == "csr" else 3)
@@ -284,15 +288,18 @@ def test_elements_of_one_pair_are_summed(form):
         kind = sparse.csr_array if form == "csr" else sparse.csc_array
         matrix = kind((coo.data[order], own, begin), shape=(2, 3))
     assert matrix.nnz == 4
+    matrix.data = matrix.data.astype(dtype)
     q, k, v, dout = draw((2, 4), (3, 4), (3, 2), (2, 2))
     dense = np.array([[0, -3.0, 1.5], [2.0, 0, 0]])
     out, lse = attention(q, k, v, matrix, return_lse=True)
     assert matrix.nnz == 4
     np.testing.assert_allclose(out, reference.attention(q, k, v, dense, dense != 0)[0])
     (dbias,) = attention_backward(dout, q, k, v, out, lse, matrix, need=["bias"])
-    assert (dbias.nnz, dbias.format) == (3, form)
+    assert (dbias.nnz, dbias.format, dbias.dtype) == (3, form, dtype)
     want = reference.attention_backward(dout, q, k, v, dense, dense != 0)[3]
-    np.testing.assert_allclose(dbias.toarray(), want, atol=1e-12)
+    dbias.data = dbias.data.astype(np.float64)  # SciPy does not compute with 16-bit floats
+    rtol = {HALF: 2.0**-11, BFLOAT16: 2.0**-8, SINGLE: 2.0**-24, DOUBLE: 0}[dtype]
+    np.testing.assert_allclose(dbias.toarray(), want, rtol, atol=1e-12)
 
 
 @pytest.mark.parametrize("index", [np.int32, np.int64, np.uint16])
