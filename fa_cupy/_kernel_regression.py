@@ -343,6 +343,15 @@ def _means(
     attention_problem.float_dtype(name, "image", pixels)
     if pixels.ndim not in (2, 3):
         raise ValueError(f"{name}: image has shape {pixels.shape}, want (H, W) or (H, W, C)")
+    means = checked_means(name, h, patch_size, patch_distance, sigma)
+    _refuse_capture(name, native)
+    return native, [*native.arrays], means
+
+
+def checked_means(
+    name: str, h: Any, patch_size: Any, patch_distance: Any, sigma: Any
+) -> patches.Means:
+    """Check the options of non-local means."""
     width = checks.finite(name, "h", h)
     if width <= 0:
         raise ValueError(f"{name}: h is {checks.show(h)}, want a number > 0")
@@ -351,8 +360,7 @@ def _means(
     if patch_distance is not None:
         patch_distance = checks.whole(name, "patch_distance", patch_distance, "None or an int >= 0")
     noise = checks.finite(name, "sigma", sigma, minimum=0.0)
-    _refuse_capture(name, native)
-    return native, [*native.arrays], patches.Means(width, size, patch_distance, noise)
+    return patches.Means(width, size, patch_distance, noise)
 
 
 def _refuse_capture(name: str, native: Native) -> None:

@@ -655,18 +655,10 @@ def _features(
     `given` are q and k as the caller has them, `inputs` the same as native arrays.
     """
     q, k = given
-    of_q, of_k = "feature_map(q)", "feature_map(k)"
+    of_q, of_k = linear_problem.FEATURES
     found = {of_q: feature_map(_read_only(q)), of_k: feature_map(_read_only(k))}
     x, y = dispatch.to_native(name, q=q, **found).arrays[1:]
-    attention_problem.common_dtype(name, {"q": inputs[0], of_q: x, of_k: y})
-    for arg, array, features in zip("qk", inputs, (x, y), strict=True):
-        if features.shape[:-1] != array.shape[:-1]:
-            raise ValueError(
-                f"{name}: feature_map({arg}) has shape {features.shape}, "
-                f"{arg} has {array.shape}, want the same axes but the last"
-            )
-    if x.shape[-1] != y.shape[-1]:
-        raise ValueError(f"{name}: {of_k} has dim {y.shape[-1]}, {of_q} has {x.shape[-1]}")
+    linear_problem.check_features(name, inputs[0], inputs[1], x, y)
     # A buffer used twice holds the features of k only; views of q and k may meet in memory.
     if q is not k and arrays.overlap(x, y) and not arrays.overlap(x, inputs[0]):
         raise ValueError(f"{name}: {of_k} overlaps {of_q} in memory, want separate memory")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fa_cupy.core import checks
+from fa_cupy.core import checks, linear_problem
 
 Array = Any
 
@@ -34,12 +34,26 @@ class Library(NamedTuple):
     product: Callable[..., Array]
 
 
-def mapped(name: str, feature_map: Any, q: Array, k: Array) -> tuple[Array, Array]:
-    """Return what a callable makes of `q` and `k`, or both as they are for a name of features."""
+def mapped(
+    name: str,
+    feature_map: Any,
+    q: Array,
+    k: Array,
+    require: Callable[..., None],
+    check: Callable[..., None],
+) -> tuple[Array, Array]:
+    """Return what a callable makes of `q` and `k`, or both as they are for a name of features.
+
+    ``require(name, **arrays)`` raises for what is no array of the library, and ``check(name, q, k,
+    x, y)`` as `linear_problem.check_features`.
+    """
     if isinstance(feature_map, str) and feature_map in _FEATURES:
         return q, k
     if callable(feature_map):
-        return feature_map(q), feature_map(k)
+        found = feature_map(q), feature_map(k)
+        require(name, **dict(zip(linear_problem.FEATURES, found, strict=True)))
+        check(name, q, k, *found)
+        return found
     raise ValueError(
         f"{name}: feature_map is {checks.show(feature_map)}, "
         f"want one of {', '.join(map(repr, _FEATURES))} or a callable"
@@ -96,7 +110,7 @@ def linear_attention(
 def _read(x: Array, state: Array) -> Array:
     """Return ``x @ state``, where several heads of `x` may share one of the state."""
     heads = state.shape[-3] if state.ndim > 2 else 1
-    if x.ndim < 4 or heads in (1, x.shape[-3]):
+    if x.ndim < 4 or heads in (1, x.shape[-3]) or x.shape[-3] == 1:
         return x @ state
     grouped = x.reshape(*x.shape[:-3], heads, x.shape[-3] // heads, *x.shape[-2:])
     sums = grouped @ state[..., None, :, :]

@@ -175,6 +175,25 @@ def algorithm(name: str, value: Any, backend: str, dtype: np.dtype[Any]) -> str:
     return value
 
 
+FEATURES = "feature_map(q)", "feature_map(k)"
+
+
+def check_features(name: str, q: Any, k: Any, x: Any, y: Any) -> None:
+    """Raise unless `x` and `y` can be what a callable has made of `q` and `k`."""
+    named = dict(zip(("q", *FEATURES), (q, x, y), strict=True))
+    attention_problem.common_dtype(name, named)
+    for arg, given, label, found in zip("qk", (q, k), FEATURES, (x, y), strict=True):
+        if found.shape[:-1] != given.shape[:-1]:
+            raise ValueError(
+                f"{name}: {label} has shape {found.shape}, {arg} has {given.shape}, "
+                "want the same axes but the last"
+            )
+    if x.shape[-1] != y.shape[-1]:
+        raise ValueError(
+            f"{name}: {FEATURES[1]} has dim {y.shape[-1]}, {FEATURES[0]} has {x.shape[-1]}"
+        )
+
+
 def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return `ends`, ints from 0 to `k_len`, as an array."""
     wanted = f"from 0 to {k_len}, the length of k"

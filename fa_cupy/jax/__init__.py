@@ -20,9 +20,12 @@ except ModuleNotFoundError as error:
     message = "fa_cupy.jax needs JAX, which is not installed: pip install jax"
     raise ModuleNotFoundError(message, name="jax") from error
 
+import numpy as np
+
 import fa_cupy
 from fa_cupy._attention import TORCH_ARGS, bits_of_attn_mask
 from fa_cupy._bitmask import bits_of_sparse
+from fa_cupy._kernel_regression import checked_means
 from fa_cupy._score import Score
 from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.jax import callbacks
@@ -136,19 +139,21 @@ def attention(
     mask = None if bits is not None else mask
     require_arrays("attention", q=q, k=k, v=v)
     require_arrays("attention", optional=True, bias=bias, mask=mask, sinks=sinks)
-    if isinstance(k_lengths, int):
-        k_lengths = jax.numpy.asarray(k_lengths)
+    if checks.is_int(k_lengths):
+        wanted = "an int >= 0 and below 2**31"
+        k_lengths = np.asarray(
+            checks.whole("attention", "k_lengths", k_lengths, wanted, range(2**31))
+        )
     places: dict[str, Any] = {"k_lengths": k_lengths, "page_table": page_table}
     places |= {"q_offsets": q_offsets, "k_offsets": k_offsets}
     require_arrays("attention", optional=True, **places)
     with_lse = checks.flag("attention", "return_lse", return_lse)
+    window = tuple(window) if isinstance(window, list) else window
     options = {
-        "scale": scale,
-        "is_causal": is_causal,
-        "causal_align": causal_align,
-        "window": tuple(window) if isinstance(window, list) else window,
+        "scale": scale, "is_causal": is_causal, "causal_align": causal_align, "window": window,
         "softcap": softcap,
-    }
+    }  # fmt: skip
+    callbacks.check_options("attention", precision=precision, **options)
     score, of_score = callbacks.taken_apart(score)
     share, number, seed = callbacks.dropped("attention", dropout, seed)
     static = callbacks.Static(
@@ -206,6 +211,8 @@ def causal_product(
     require_arrays(name, optional=True, initial_state=initial_state, q_offsets=q_offsets)
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
+    if not isinstance(algorithm, str):
+        linear_problem.algorithm(name, algorithm, "numpy", None)  # which says what is wanted
     static = reverse, algorithm
     out, state = callbacks.causal_product(static, q, k, v, initial_state, q_offsets)
     return (out, state) if with_state else out
@@ -327,7 +334,8 @@ def linear_attention(
     offsets = {"q_offsets": q_offsets, "k_offsets": k_offsets}
     require_arrays(name, optional=True, initial_state=initial_state, **offsets)
     q, k, v = map(jax.numpy.asarray, (q, k, v))
-    x, y = compositions.mapped(name, feature_map, q, k)
+    initial_state = None if initial_state is None else jax.numpy.asarray(initial_state)
+    x, y = compositions.mapped(name, feature_map, q, k, require_arrays, callbacks.check_features)
     number = checks.finite(name, "eps", eps, minimum=0.0)
     causal = checks.flag(name, "is_causal", is_causal)
     with_state = checks.flag(name, "return_state", return_state)
@@ -437,8 +445,10 @@ def non_local_means(
     >>> jax.grad(loss)(image).shape
     (20, 30)
     """
-    require_arrays("non_local_means", image=image)
-    return callbacks.non_local_means((h, patch_size, patch_distance, sigma), image)
+    name = "non_local_means"
+    require_arrays(name, image=image)
+    means = checked_means(name, h, patch_size, patch_distance, sigma)
+    return callbacks.non_local_means(means, image)
 
 
 def prefix_state(
@@ -548,6 +558,7 @@ def scaled_dot_product_attention(
     attention_problem.torch_options(name, attn_mask, is_causal)
     grouped = checks.flag(name, "enable_gqa", enable_gqa)
     options = {"scale": scale, "is_causal": is_causal, "causal_align": "top_left"}
+    callbacks.check_options(name, **options)
     is_mask = given is not None and given.dtype == bool
     bias, mask = (None, given) if is_mask else (given, None)
     static = callbacks.Static(

@@ -17,12 +17,13 @@ from fa_cupy._attention import TORCH_ARGS
 from fa_cupy._kernel_regression import non_local_means_backward
 from fa_cupy._score import Score, arrays_of, operands_of, with_arrays
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core import attention_problem, dispatch, linear_problem
+from fa_cupy.core import attention_problem, checks, dispatch, linear_problem
 from fa_cupy.dropout.arguments import of_arguments
 from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import PLACES
 from fa_cupy.score.program import no_gradient
 from fa_cupy.smoothing import regression
+from fa_cupy.smoothing.patches import Means
 
 Array = Any
 
@@ -42,6 +43,29 @@ class Fixed:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def check_options(
+    name: str,
+    *,
+    scale: Any,
+    is_causal: Any,
+    causal_align: Any,
+    window: Any = None,
+    softcap: Any = 0.0,
+    precision: Any = None,
+) -> None:
+    """Check options as far as they do not depend on arrays; what is traced is none."""
+    checks.band(name, is_causal, causal_align, window, 1, 1)
+    checks.precision(name, precision, np.dtype(np.float32))
+    if scale is not None:
+        checks.finite(name, "scale", scale)
+    checks.finite(name, "softcap", softcap, minimum=0.0)
+
+
+def check_features(name: str, q: Array, k: Array, x: Array, y: Array) -> None:
+    """Check features as `linear_problem.check_features`."""
+    linear_problem.check_features(name, *map(stand_in, (q, k, x, y)))
 
 
 def taken_apart(score: Score | None) -> tuple[Score | None, list[Array]]:
@@ -111,10 +135,13 @@ def dropped(name: str, dropout: Any, seed: Any, arg: str = "dropout") -> tuple[A
 
     One of these two is None, and both are where no weight is dropped.
     """
-    require_arrays(name, optional=True, seed=None if isinstance(seed, int) else seed)
+    if jax.dtypes.issubdtype(getattr(seed, "dtype", None), jax.dtypes.prng_key):
+        raise TypeError(f"{name}: seed is a key of JAX, want an integer (jax.random.bits(key))")
+    number = checks.is_int(seed)
+    require_arrays(name, optional=True, seed=None if number else seed)
     traced = isinstance(seed, jax.core.Tracer)
-    if not traced and seed is not None and not isinstance(seed, int):
-        seed = np.asarray(seed)
+    if not traced and seed is not None:
+        seed = int(seed) if number else np.asarray(seed)
     stand_for_traced = np.zeros(seed.shape, seed.dtype) if traced else seed
     found = of_arguments(name, dropout, stand_for_traced, arg)
     if found is None:
@@ -377,25 +404,22 @@ kernel_regression.defvjp(_regression_forward, _regression_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def non_local_means(static: tuple[Any, ...], image: Array) -> Array:
-    """Return the denoised image; the options have their order in `fa_cupy.non_local_means`."""
-    *options, sigma = static
+def non_local_means(static: Means, image: Array) -> Array:
+    """Return the denoised image."""
 
     def function(image: Any) -> Any:
-        return fa_cupy.non_local_means(image, *options, sigma=sigma)
+        return fa_cupy.non_local_means(image, **static._asdict())
 
     return _call(function, _shape_of, image)
 
 
-def _means_forward(static: tuple[Any, ...], image: Array) -> Any:
+def _means_forward(static: Means, image: Array) -> Any:
     return non_local_means(static, image), image
 
 
-def _means_backward(static: tuple[Any, ...], image: Array, dout: Array) -> Any:
-    *options, sigma = static
-
+def _means_backward(static: Means, image: Array, dout: Array) -> Any:
     def function(dout: Any, image: Any) -> Any:
-        return non_local_means_backward(dout, image, *options, sigma=sigma)
+        return non_local_means_backward(dout, image, **static._asdict())
 
     return (_call(function, lambda _, image: _shape_of(image), dout, image),)
 
@@ -421,12 +445,25 @@ def _call(function: Callable[..., Any], shapes: Callable[..., Any], *arrays: Arr
 
 
 def require_arrays(name: str, *, optional: bool = False, **arrays: Any) -> None:
-    """Raise for what is no array; None is one only where it may be left out."""
+    """Raise for what is no array; None is one only where it may be left out.
+
+    Also for an array of NumPy with integers that would be others as an array of JAX.
+    """
     if not optional:
         dispatch.require(name, **arrays)
     for arg, x in arrays.items():
-        if x is not None and not isinstance(x, jax.Array):  # as what is traced is
-            core_arrays.to_native(name, writes=None, **{arg: x})
+        if x is None or isinstance(x, jax.Array):  # as what is traced is
+            continue
+        core_arrays.to_native(name, writes=None, **{arg: x})
+        x = np.asarray(x)
+        if x.dtype.kind not in "iu":
+            continue
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        if dtype != x.dtype and (x.astype(dtype) != x).any():
+            raise ValueError(
+                f"{name}: {arg} has integers that {dtype} does not hold, want smaller ones, or "
+                "64-bit arrays of JAX (the option jax_enable_x64)"
+            )
 
 
 def stand_in(x: Any) -> Any:

@@ -18,7 +18,6 @@ except ModuleNotFoundError as error:
 
 import fa_cupy
 from fa_cupy._attention import TORCH_ARGS, bits_of_attn_mask
-from fa_cupy._bitmask import bits_of_sparse
 from fa_cupy._score import arrays_of
 from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.torch import arguments
@@ -133,7 +132,7 @@ def attention(
     >>> attention(q, k, v, dropout=0.1, seed=2024).sum().backward()
     """
     dispatch.refuse_sparse_bias("attention", bias, "torch.from_numpy(bias.toarray())")
-    mask = bits_of_sparse("attention", "mask", mask)
+    mask = arguments.bits_of("attention", "mask", mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     named = {"bias": bias, "mask": None if bits is not None else mask, "sinks": sinks}
     of_score = arrays_of("attention", score)
@@ -262,9 +261,12 @@ def kernel_regression(
     torch.Size([])
     """
     name = "kernel_regression"
-    mask = bits_of_sparse(name, "mask", mask)
+    mask = arguments.bits_of(name, "mask", mask)
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
-    is_array = isinstance(bandwidth, torch.Tensor) or getattr(bandwidth, "shape", ()) != ()
+    is_number = isinstance(bandwidth, (int, float))  # which a compiler may not know yet
+    is_array = isinstance(bandwidth, torch.Tensor) or (
+        not is_number and getattr(bandwidth, "shape", ()) != ()
+    )
     named = {"bandwidth": bandwidth if is_array else None}
     named["mask"] = None if bits is not None else mask
     arguments.require_tensors(name, (*named,), x=x, X=X, y=y, **named)
@@ -330,12 +332,13 @@ def linear_attention(
     arguments.require_tensors(name, ("initial_state",), q=q, k=k, v=v, initial_state=initial_state)
     offsets = {"q_offsets": q_offsets, "k_offsets": k_offsets}
     offsets = arguments.places(name, offsets)
-    x, y = compositions.mapped(name, feature_map, q, k)
-    arguments.require_tensors(name, **{"feature_map(q)": x, "feature_map(k)": y})
+    require, check = arguments.require_tensors, arguments.check_features
+    x, y = compositions.mapped(name, feature_map, q, k, require, check)
     eps = arguments.number(name, "eps", eps, minimum=0.0)
-    if not torch.compiler.is_compiling():
-        is_causal = checks.flag(name, "is_causal", is_causal)
-        return_state = checks.flag(name, "return_state", return_state)
+    if not 0.0 <= eps < float("inf"):  # of a compiled call no operator says so
+        raise ValueError(f"{name}: eps is {eps}, want a finite number >= 0")
+    is_causal = checks.flag(name, "is_causal", is_causal)
+    return_state = checks.flag(name, "return_state", return_state)
     if q_offsets is not None or k_offsets is not None:
         real = arguments.wide(q.dtype) if callable(feature_map) else q.dtype
         features = "identity" if callable(feature_map) else feature_map
@@ -344,7 +347,9 @@ def linear_attention(
             *offsets.values(),
         )  # fmt: skip
         return (out.to(q.dtype), state) if return_state else out.to(q.dtype)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        arguments.require_one_dtype(name, q=q, k=k, v=v)
+    else:
         for arrays in ((q, k, v), (x, y, v, initial_state)):
             given = map(arguments.stand_in, arrays)
             linear_problem.product_problem(name, *given, aligned=is_causal, normalised=True)
@@ -395,7 +400,9 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     arguments.require_tensors(name, **named)
     parts = [*named.values()]
     outs, lses = parts[: len(parts) // 2], parts[len(parts) // 2 :]
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        arguments.check_parts(name, outs, lses)
+    else:
         stand_ins = ([*map(arguments.stand_in, x)] for x in (outs, lses))
         attention_problem.matching_parts(name, *stand_ins)
     real = arguments.wide(outs[0].dtype)
@@ -497,9 +504,14 @@ def prefix_state(
         found = [0 if reverse else k.shape[-2]] * (1 if q is None else q.shape[-2])
     elif torch.compiler.is_compiling():
         found = [*ends]
+        for i, end in enumerate(found):
+            if not 0 <= end <= k.shape[-2]:
+                raise ValueError(f"{name}: ends[{i}] is {end}, want from 0 to {k.shape[-2]}")
     else:
         found = linear_problem.positions(name, ends, k.shape[-2]).tolist()
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        arguments.require_one_dtype(name, k=k, v=v, q=q)
+    else:
         stand_ins = map(arguments.stand_in, (q, k, v, initial_state))
         linear_problem.product_problem(name, *stand_ins, aligned=False)
     if q is not None:

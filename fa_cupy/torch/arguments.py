@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from fa_cupy import _score
-from fa_cupy._bitmask import BitMask
+from fa_cupy._bitmask import BitMask, bits_of_sparse
 from fa_cupy._score import Score, arrays_of, with_arrays
-from fa_cupy.core import attention_problem, checks, dispatch
+from fa_cupy.core import attention_problem, checks, dispatch, linear_problem
 from fa_cupy.dropout.arguments import probability, seed_of
 
 _BITS: weakref.WeakValueDictionary[int, BitMask] = weakref.WeakValueDictionary()
@@ -113,9 +113,6 @@ def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
     if checks.is_int(lengths):
         given = given | {"k_lengths": torch.tensor(lengths, device="cpu")}
     require_tensors(name, (*given,), **given)
-    offsets = given.get("k_offsets")
-    if torch.compiler.is_compiling() and offsets is not None and offsets is given["q_offsets"]:
-        given = given | {"k_offsets": offsets.clone()}  # a compiler takes no tensor twice
     if given.get("page_table") is not None and torch.is_grad_enabled():
         for x in tensors:
             if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -170,6 +167,14 @@ def number(name: str, arg: str, value: Any, minimum: float = -math.inf) -> Any:
     if torch.compiler.is_compiling():
         return value
     return checks.finite(name, arg, value, minimum=minimum)
+
+
+def bits_of(name: str, arg: str, mask: Any) -> Any:
+    """Return a sparse matrix as a BitMask, which is not compiled, and anything else as it is."""
+    return _bits_of_sparse(name, arg, mask) if checks.is_sparse(mask) else mask
+
+
+_bits_of_sparse = torch.compiler.disable(bits_of_sparse)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -242,6 +247,35 @@ def require_tensors(name: str, optional: Sequence[str] = (), **arrays: Any) -> N
         if x is not None and not isinstance(x, torch.Tensor):
             kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
             raise TypeError(f"{name}: {arg} is a {kind}, want a torch.Tensor")
+
+
+def check_features(name: str, q: Any, k: Any, x: Any, y: Any) -> None:
+    """Check features as `linear_problem.check_features`; of what is compiled, their dtypes."""
+    if torch.compiler.is_compiling():
+        of_q, of_k = linear_problem.FEATURES
+        require_one_dtype(name, **{"q": q, "k": k, of_q: x, of_k: y})
+    else:
+        linear_problem.check_features(name, *map(stand_in, (q, k, x, y)))
+
+
+def check_parts(name: str, outs: Sequence[Any], lses: Sequence[Any]) -> None:
+    """Check parts as `attention_problem.matching_parts`, of what is compiled."""
+    require_one_dtype(name, **{f"outs[{i}]": x for i, x in enumerate(outs)})
+    shape = outs[0].shape
+    for i, out in enumerate(outs):
+        lse = lses[i]
+        if out.shape != shape:
+            raise ValueError(f"{name}: outs[{i}] has shape {out.shape}, outs[0] has {shape}")
+        if lse.shape != shape[:-1]:
+            raise ValueError(f"{name}: lses[{i}] has shape {lse.shape}, want {shape[:-1]}")
+
+
+def require_one_dtype(name: str, **tensors: Any) -> None:
+    """Raise unless all tensors have the dtype of the first one; None is left out."""
+    lead, first = next(iter(tensors.items()))
+    for arg, x in tensors.items():
+        if x is not None and x.dtype != first.dtype:
+            raise TypeError(f"{name}: {arg} has dtype {x.dtype}, {lead} has {first.dtype}")
 
 
 def stand_in(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,24 +25,36 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
         grads = torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in args
         )
-        call = cls.forward if torch.compiler.is_compiling() and not grads else cls.apply
-        return call(*args)
+        if not torch.compiler.is_compiling():
+            return cls.apply(*args)
+        return cls.apply(*_distinct(args)) if grads else cls.forward(*args)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *args: Any) -> Any:
+        def entry(x: Any, axis: Any, i: int) -> Any:
+            if not isinstance(axis, int):
+                return x
+            return x.select(axis, i) if info.batch_size else torch.zeros_like(x.sum(axis))
+
+        # Without entries, results have the shapes that those of one have.
         found = [
-            cls.apply(
-                *(
-                    x.select(axis, i) if isinstance(axis, int) else x
-                    for x, axis in zip(args, in_dims, strict=True)
-                )
-            )
-            for i in range(info.batch_size)
+            cls.apply(*(entry(x, axis, i) for x, axis in zip(args, in_dims, strict=True)))
+            for i in range(max(1, info.batch_size))
         ]
         stacked = tuple(
-            None if parts[0] is None else torch.stack(parts) for parts in zip(*found, strict=True)
+            None if parts[0] is None else torch.stack(parts)[: info.batch_size]
+            for parts in zip(*found, strict=True)
         )
         return stacked, tuple(None if x is None else 0 for x in stacked)
+
+
+def _distinct(args: Sequence[Any]) -> list[Any]:
+    """Return arguments with views of tensors that came before: a compiler takes none twice."""
+    found: list[Any] = []
+    for x in args:
+        twice = isinstance(x, torch.Tensor) and any(x is other for other in found)
+        found.append(x.view_as(x) if twice else x)
+    return found
 
 
 class _Gradients(_Function):

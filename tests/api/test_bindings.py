@@ -69,6 +69,10 @@ def cases(functions, array=np.asarray):
         lambda *x: linear(*x, is_causal=False, feature_map="exp"),
         ((2, 4, 3, 3), k, v),
     )
+    found["linear_attention one head of queries"] = (
+        lambda *x: linear(*x, is_causal=False, feature_map="exp"),
+        ((2, 1, 3, 3), k, v),
+    )
     for reverse in (False, True):
         way = {"reverse": reverse}
         found |= {
@@ -229,6 +233,12 @@ def test_dtypes(library, dtype):
         ("linear_attention", {"eps": -1}, ValueError, "eps is -1 (int), want a finite number >= 0"),
         ("linear_attention", {"k": np.ones((5, 2))}, ValueError, "k has dim 2, q has 3"),
         ("linear_attention", {"v": None}, TypeError, "v is None, want an array"),
+        (
+            "linear_attention",
+            {"feature_map": lambda x: x[:3]},
+            ValueError,
+            "feature_map(q) has shape (3, 3), q has (5, 3), want the same axes but the last",
+        ),
         ("prefix_state", {"ends": [6]}, ValueError, "ends[0] is 6 (int), want an int from 0 to 5"),
         ("prefix_state", {"ends": [1]}, ValueError, "ends has 1 positions, q has 5 rows"),
         ("prefix_state", {"reverse": 2}, TypeError, "reverse is 2 (int), want a bool"),
@@ -412,6 +422,7 @@ def test_torch_vmap(torch):
         got = torch.func.vmap(function)(*given)
         want = torch.stack([function(*x) for x in zip(*given, strict=True)])
         torch.testing.assert_close(got, want)
+    assert torch.func.vmap(attention)(q[:0], k[:0], v[:0]).shape == (0, 2, 5, 4)
     regression = functools.partial(fa_cupy.torch.kernel_regression, bandwidth=1.5)
     got = torch.func.vmap(regression, in_dims=(0, None, 0))(q[0], k[0, 0], k[0, :, :, 0])
     want = [regression(q[0, i], k[0, 0], k[0, i, :, 0]) for i in range(2)]
@@ -478,6 +489,8 @@ def compiled_calls(torch):
             ),
             (q, k, v, (4,)),
         ),
+        "one tensor": (lambda x: attention(x, x, x) + functions.causal_product(x, x, x), ((4, 3),)),
+        "keys that are values": (lambda q, k: attention(q, k, k), ((4, 3), (5, 3))),
         "views": (
             lambda q, k, v: attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) + 1,
             ((2, 5, 4, 3), (2, 6, 4, 3), (1, 6, 4, 3)),
@@ -515,6 +528,57 @@ def test_torch_compile(torch, backend, dynamic):
         for mine, want in zip(*found[::-1], strict=True):
             torch.testing.assert_close(mine, want, msg=lambda text, name=name: f"{name}: {text}")
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda f, x: f.prefix_state(x, x, [-1]), r"prefix_state: ends\[0\] is -1"),
+        (lambda f, x: f.prefix_state(x, x, [2, 6]), r"prefix_state: ends\[1\] is 6"),
+        (lambda f, x: f.prefix_state(x, x.float()), "prefix_state: v has dtype"),
+        (lambda f, x: f.merge_attention([x, x], [x[:1, 0], x[:, 0]]),
+         r"merge_attention: lses\[0\] has shape \(1,\), want \(5,\)"),
+        (lambda f, x: f.merge_attention([x, x[:1]], [x[:, 0], x[:1, 0]]),
+         r"merge_attention: outs\[1\] has shape \(1, 3\), outs\[0\] has \(5, 3\)"),
+        (lambda f, x: f.linear_attention(x, x, x, eps=-1.0), "linear_attention: eps is -1.0"),
+        (lambda f, x: f.linear_attention(x, x, x, is_causal="no"), "linear_attention: is_causal"),
+        (lambda f, x: f.linear_attention(x, x, x.float()), "linear_attention: v has dtype"),
+        (lambda f, x: f.linear_attention(x, x, x, feature_map=lambda x: x.float()),
+         r"linear_attention: feature_map\(q\) has dtype"),
+    ],
+)  # fmt: skip
+def test_torch_compile_checks_what_no_operator_does(torch, call, text):
+    import fa_cupy.torch
+
+    torch._dynamo.reset()
+    x = torch.tensor(draw((5, 3))[0])
+    with pytest.raises((TypeError, ValueError), match=text):
+        torch.compile(lambda x: call(fa_cupy.torch, x), backend="eager")(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_takes_other_bandwidths(torch):
+    from fa_cupy.torch import kernel_regression
+
+    torch._dynamo.reset()
+    x = torch.tensor(draw((5, 3))[0])
+    call = torch.compile(
+        lambda x, h: kernel_regression(x, x, x, h), fullgraph=True, backend="eager"
+    )
+    for h in (0.5, 0.7, 0.9):
+        torch.testing.assert_close(call(x, h), kernel_regression(x, x, x, h))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_leaves_sparse_masks_alone(torch):
+    sparse = pytest.importorskip("scipy.sparse")
+    from fa_cupy.torch import attention
+
+    torch._dynamo.reset()
+    x, mask = torch.tensor(draw((5, 3))[0]), sparse.csr_array(MASK)
+    call = torch.compile(lambda x: attention(x, x, x, mask=mask), backend="eager")
+    torch.testing.assert_close(call(x), attention(x, x, x, mask=torch.tensor(MASK)))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -643,3 +707,55 @@ def test_jax_options_of_the_plain_functions(jax):
         causal_product(x, x, x, algorithm="recurrent")
     grad = jax.grad(lambda x: attention(x, x, x, precision="tf32").sum())
     assert grad(x.astype(np.float32)).dtype == np.float32
+
+
+@pytest.mark.parametrize("arg", ["scale", "softcap", "is_causal", "h", "patch_size", "algorithm"])
+def test_jax_options_that_are_traced_are_named(jax, arg):
+    import fa_cupy.jax
+
+    functions = dict.fromkeys(("h", "patch_size"), "non_local_means") | {
+        "algorithm": "causal_product"
+    }
+    name = functions.get(arg, "attention")
+    x = jax.numpy.asarray(draw((5, 3))[0])
+    arrays = [x] if name == "non_local_means" else [x, x, x]
+    more = {"h": 1.0} if arg == "patch_size" else {}
+    call = jax.jit(lambda value: getattr(fa_cupy.jax, name)(*arrays, **more, **{arg: value}))
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: {arg} is .*[Tt]racer"):
+        call(1)
+
+
+def test_jax_integers_that_do_not_fit(jax):
+    from fa_cupy.jax import attention
+
+    x, large = jax.numpy.ones((1, 1, 5, 3), np.float32), 2**32
+    jax.config.update("jax_enable_x64", False)
+    try:
+        for arg, value in (
+            ("q_offsets", np.array([0, 5]) + large), ("k_lengths", np.array([large])),
+            ("score", Score("s + a[j] % 7", a=np.arange(5) + large)),
+        ):  # fmt: skip
+            text = "score.a" if arg == "score" else arg
+            with pytest.raises(
+                ValueError, match=f"^attention: {text} has integers that int32 does"
+            ):
+                attention(x, x, x, **{arg: value})
+        with pytest.raises(
+            ValueError, match=r"^attention: k_lengths is 4294967296 \(int\), want an"
+        ):
+            attention(x, x, x, k_lengths=large)
+        want = attention(x, x, x, k_lengths=3)
+        np.testing.assert_array_equal(attention(x, x, x, k_lengths=np.int64(3)), want)
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+def test_jax_keys_are_no_seeds(jax):
+    from fa_cupy.jax import attention
+
+    x = jax.numpy.ones((1, 1, 5, 3))
+    call = functools.partial(attention, x, x, x, dropout=0.5)
+    for function in (call, jax.jit(call)):
+        with pytest.raises(TypeError, match=r"^attention: seed is a key of JAX, want an integer"):
+            function(seed=jax.random.key(0))
+    np.testing.assert_array_equal(call(seed=np.int64(3)), call(seed=3))
