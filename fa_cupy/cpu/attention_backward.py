@@ -627,8 +627,8 @@ def _in_pairs(problem: attention_problem.Problem, mask: BitMask) -> bool:
 def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: Steps) -> Operands:
     """Return operands whose tiles have the sparse blocks of the mask alone.
 
-    Tiles round scores otherwise than pairs do, of which `lse` is. So weights are divided by the sum
-    that scores of tiles have: those of large scores would not sum to 1.
+    Tiles round scores otherwise than pairs do, and `lse` comes from pairs: weights of large scores
+    would not sum to 1. So the sum that they are divided by is computed again, by tiles.
     """
     problem, tile_m, q_len = plan.problem, plan.tile.tile_m, x.q.shape[1]
     whole, left = (_with_sparse_blocks(x, words) for words in (True, False))

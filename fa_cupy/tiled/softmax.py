@@ -60,10 +60,10 @@ def given_total(xp: Any, lse: Array, top: Array, total: Array) -> Array:
 
 
 def own_share(xp: Any, lse: Array, top: Array, total: Array) -> Array:
-    """Return what part of the weights that a log-sum-exp of a caller stands for is of own keys.
+    """Return the sum of the weights of the keys that `top` and `total` come from.
 
-    Those are the keys that `top` and `total` come from. It is 1, as far as scores are rounded, but
-    where results over parts of the keys were merged.
+    The log-sum-exp is one of a caller. Where it is of these keys alone, the sum is 1 up to rounding;
+    where results over parts of the keys were merged, it is less.
     """
     of_far = total / given_total(xp, lse, top, total)
     return xp.where(is_far(xp, lse), of_far, total * xp.exp(top - lse))
