@@ -62,7 +62,7 @@ def given_total(xp: Any, lse: Array, top: Array, total: Array) -> Array:
 def own_share(xp: Any, lse: Array, top: Array, total: Array) -> Array:
     """Return the sum of the weights of the keys that `top` and `total` come from.
 
-    The log-sum-exp is one of a caller. Where it is of these keys alone, the sum is 1 up to rounding;
+    The log-sum-exp comes from a caller. If it is of these keys alone, the sum is 1 up to rounding;
     where results over parts of the keys were merged, it is less.
     """
     of_far = total / given_total(xp, lse, top, total)
