@@ -182,16 +182,20 @@ def check_features(name: str, q: Any, k: Any, x: Any, y: Any) -> None:
     """Raise unless `x` and `y` can be what a callable has made of `q` and `k`."""
     named = dict(zip(("q", *FEATURES), (q, x, y), strict=True))
     attention_problem.common_dtype(name, named)
-    for arg, given, label, found in zip("qk", (q, k), FEATURES, (x, y), strict=True):
+    check_feature_shapes(name, q, k, x, y)
+
+
+def check_feature_shapes(name: str, q: Any, k: Any, x: Any, y: Any) -> None:
+    """Raise unless `x` and `y` have shapes of features of `q` and `k`, arrays of any library."""
+    of_q, of_k = FEATURES
+    for arg, given, label, found in (("q", q, of_q, x), ("k", k, of_k, y)):
         if found.shape[:-1] != given.shape[:-1]:
             raise ValueError(
-                f"{name}: {label} has shape {found.shape}, {arg} has {given.shape}, "
+                f"{name}: {label} has shape {tuple(found.shape)}, {arg} has {tuple(given.shape)}, "
                 "want the same axes but the last"
             )
     if x.shape[-1] != y.shape[-1]:
-        raise ValueError(
-            f"{name}: {FEATURES[1]} has dim {y.shape[-1]}, {FEATURES[0]} has {x.shape[-1]}"
-        )
+        raise ValueError(f"{name}: {of_k} has dim {y.shape[-1]}, {of_q} has {x.shape[-1]}")
 
 
 def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -23,7 +23,6 @@ Array = npt.NDArray[Any]
 
 # Formats with an array of all stored elements, whose order a gradient can have.
 _ORDERED = ("bsr", "coo", "csc", "csr")
-_WITH_DATA = (*_ORDERED, "dia")
 
 
 class Structure:
@@ -194,9 +193,9 @@ class SparseBias:
         kind = sparse.csr_matrix if sparse.isspmatrix(self.given) else sparse.csr_array
         indices = where.keys.copy(), where.begin.copy()
         form = self.given.format if sparse.issparse(self.given) else "csr"
-        if form not in _WITH_DATA:
+        if form not in _ORDERED:
             return kind((values, *indices), shape=self.shape).asformat(form)
-        # SciPy converts numbers of any dtype, and 16-bit floats of none; 0 is what it puts between.
+        # SciPy cannot convert 16-bit floats, so it converts numbers of elements. 0 fills the gaps.
         numbers = np.arange(1, 1 + len(values))
         found = kind((numbers, *indices), shape=self.shape).asformat(form)
         found.data = np.concatenate([np.zeros(1, values.dtype), values])[found.data]

@@ -635,21 +635,30 @@ def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: St
     dense = replace(x, k=entries.dense_of(x.k, steps.dtype))
     top = attention_backward.finite_or_0(np, x.lse).astype(steps.dtype)
     total = np.ones_like(top)
-    for begin in range(0, q_len, tile_m):
-        rows = begin, min(begin + tile_m, q_len)
-        part, lse = slice(*rows), x.lse[:, slice(*rows)]
-        more = entries.padded(steps, problem, dense, found, rows)
-        of_pairs = _row_statistics(plan, x, rows, steps, more)
-        of_tiles = _row_statistics(plan, whole, rows, steps)
-        share = own_share(np, lse, *of_pairs)
-        seen = np.isfinite(lse)
-        top[:, part] = np.where(seen, of_tiles[0], top[:, part])
-        total[:, part] = np.where(seen, of_tiles[1] / share, total[:, part])
+
+    def new_worker() -> Callable[[int], None]:
+        own = Steps(steps.dtype)
+
+        def work(begin: int) -> None:
+            rows = begin, min(begin + tile_m, q_len)
+            part, lse = slice(*rows), x.lse[:, slice(*rows)]
+            with np.errstate(all="ignore"):
+                more = entries.padded(own, problem, dense, found, rows)
+                of_pairs = _row_statistics(plan, x, rows, own, more)
+                of_tiles = _row_statistics(plan, whole, rows, own)
+                share, seen = own_share(np, lse, *of_pairs), np.isfinite(lse)
+                top[:, part] = np.where(seen, of_tiles[0], top[:, part])
+                total[:, part] = np.where(seen, of_tiles[1] / share, total[:, part])
+
+        return work
+
+    parallel = 2 * len(x.q) * q_len * problem.k_len * problem.head_dim > _TASK_FLOP
+    thread_pool.run([*range(0, q_len, tile_m)], new_worker, parallel)
     return replace(left, top=top, total=total)
 
 
 def _with_sparse_blocks(x: Operands, words: bool) -> Operands:
-    """Return operands whose tiles have the sparse blocks too, and blocks with words or not."""
+    """Return operands whose tiles have the sparse blocks, and with `words` the other blocks too."""
     assert isinstance(x.mask, MaskTiles)
     assert isinstance(x.columns, MaskTiles)
     mask, columns = (of.only(words=words, sparse=True) for of in (x.mask, x.columns))
@@ -660,10 +669,13 @@ def _row_statistics(
     plan: Plan, x: Operands, rows: tuple[int, int], steps: Steps, more: Any = ()
 ) -> tuple[Array, Array]:
     """Return maximum and sum of the weights of some queries."""
-    # Of a graph's many tiles nearly all are empty here.
-    seen = x.mask.columns(rows, plan.columns) if isinstance(x.mask, MaskTiles) else plan.columns
-    tile_m = plan.tile.tile_m
+    seen, tile_m = _columns_of(plan, x, rows), plan.tile.tile_m
     return attention_backward.row_statistics(steps, plan.problem, x, rows, seen, tile_m, more)
+
+
+def _columns_of(plan: Plan, x: Operands, rows: tuple[int, int]) -> Any:
+    """Return the columns of tiles that queries see: nearly all tiles of a graph are empty."""
+    return x.mask.columns(rows, plan.columns) if isinstance(x.mask, MaskTiles) else plan.columns
 
 
 def _add_columns(plan: Plan, stacks: list[Operands], main: Steps) -> None:
@@ -741,10 +753,7 @@ def _prepared(plan: Plan, stacks: list[Operands], steps: Steps, pairs: _Entries)
             if found is not None:
                 dense = replace(x, k=entries.dense_of(x.k, own.dtype))
                 more = entries.padded(own, problem, dense, found, rows)
-            # Of a graph's many tiles nearly all are empty here.
-            seen = plan.columns
-            if isinstance(x.mask, MaskTiles):
-                seen = x.mask.columns(rows, seen)
+            seen = _columns_of(plan, x, rows)
             with np.errstate(all="ignore"):
                 attention_backward.keep_apart(own, problem, x, rows, seen, tile_m, more)
 

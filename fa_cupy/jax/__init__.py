@@ -212,7 +212,7 @@ def causal_product(
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
     if not isinstance(algorithm, str):
-        linear_problem.algorithm(name, algorithm, "numpy", None)  # which says what is wanted
+        linear_problem.algorithm(name, algorithm, "numpy", None)  # raises the error
     static = reverse, algorithm
     out, state = callbacks.causal_product(static, q, k, v, initial_state, q_offsets)
     return (out, state) if with_state else out

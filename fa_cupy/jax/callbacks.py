@@ -55,7 +55,7 @@ def check_options(
     softcap: Any = 0.0,
     precision: Any = None,
 ) -> None:
-    """Check options as far as they do not depend on arrays; what is traced is none."""
+    """Check options as far as they do not depend on arrays. A traced value is an error."""
     checks.band(name, is_causal, causal_align, window, 1, 1)
     checks.precision(name, precision, np.dtype(np.float32))
     if scale is not None:
@@ -141,7 +141,8 @@ def dropped(name: str, dropout: Any, seed: Any, arg: str = "dropout") -> tuple[A
     require_arrays(name, optional=True, seed=None if number else seed)
     traced = isinstance(seed, jax.core.Tracer)
     if not traced and seed is not None:
-        seed = int(seed) if number else np.asarray(seed)
+        whole = number and not isinstance(seed, bool)  # a bool is an error
+        seed = int(seed) if whole else seed if number else np.asarray(seed)
     stand_for_traced = np.zeros(seed.shape, seed.dtype) if traced else seed
     found = of_arguments(name, dropout, stand_for_traced, arg)
     if found is None:
@@ -454,9 +455,9 @@ def require_arrays(name: str, *, optional: bool = False, **arrays: Any) -> None:
     for arg, x in arrays.items():
         if x is None or isinstance(x, jax.Array):  # as what is traced is
             continue
-        core_arrays.to_native(name, writes=None, **{arg: x})
-        x = np.asarray(x)
-        if x.dtype.kind not in "iu":
+        native = core_arrays.to_native(name, writes=None, **{arg: x})
+        (x,) = native.arrays
+        if native.backend != "numpy" or x.dtype.kind not in "iu":
             continue
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         if dtype != x.dtype and (x.astype(dtype) != x).any():

@@ -335,7 +335,7 @@ def linear_attention(
     require, check = arguments.require_tensors, arguments.check_features
     x, y = compositions.mapped(name, feature_map, q, k, require, check)
     eps = arguments.number(name, "eps", eps, minimum=0.0)
-    if not 0.0 <= eps < float("inf"):  # of a compiled call no operator says so
+    if not 0.0 <= eps < float("inf"):  # no operator checks it in a compiled call
         raise ValueError(f"{name}: eps is {eps}, want a finite number >= 0")
     is_causal = checks.flag(name, "is_causal", is_causal)
     return_state = checks.flag(name, "return_state", return_state)

@@ -250,10 +250,11 @@ def require_tensors(name: str, optional: Sequence[str] = (), **arrays: Any) -> N
 
 
 def check_features(name: str, q: Any, k: Any, x: Any, y: Any) -> None:
-    """Check features as `linear_problem.check_features`; of what is compiled, their dtypes."""
+    """Check features as `linear_problem.check_features`."""
     if torch.compiler.is_compiling():
         of_q, of_k = linear_problem.FEATURES
         require_one_dtype(name, **{"q": q, "k": k, of_q: x, of_k: y})
+        linear_problem.check_feature_shapes(name, q, k, x, y)
     else:
         linear_problem.check_features(name, *map(stand_in, (q, k, x, y)))
 
@@ -268,6 +269,8 @@ def check_parts(name: str, outs: Sequence[Any], lses: Sequence[Any]) -> None:
             raise ValueError(f"{name}: outs[{i}] has shape {out.shape}, outs[0] has {shape}")
         if lse.shape != shape[:-1]:
             raise ValueError(f"{name}: lses[{i}] has shape {lse.shape}, want {shape[:-1]}")
+        if not lse.dtype.is_floating_point:
+            raise TypeError(f"{name}: lses[{i}] has dtype {lse.dtype}, want one of floats")
 
 
 def require_one_dtype(name: str, **tensors: Any) -> None:

@@ -34,9 +34,11 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
         def entry(x: Any, axis: Any, i: int) -> Any:
             if not isinstance(axis, int):
                 return x
-            return x.select(axis, i) if info.batch_size else torch.zeros_like(x.sum(axis))
+            if info.batch_size:
+                return x.select(axis, i)
+            # Ones, as a bandwidth is not 0: results have the shapes of those of one entry.
+            return x.new_ones((*x.shape[:axis], *x.shape[axis + 1 :]))
 
-        # Without entries, results have the shapes that those of one have.
         found = [
             cls.apply(*(entry(x, axis, i) for x, axis in zip(args, in_dims, strict=True)))
             for i in range(max(1, info.batch_size))

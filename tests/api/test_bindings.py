@@ -422,7 +422,13 @@ def test_torch_vmap(torch):
         got = torch.func.vmap(function)(*given)
         want = torch.stack([function(*x) for x in zip(*given, strict=True)])
         torch.testing.assert_close(got, want)
-    assert torch.func.vmap(attention)(q[:0], k[:0], v[:0]).shape == (0, 2, 5, 4)
+    mask, widths = torch.ones((0, 5, 6), dtype=torch.bool), torch.ones(0)
+    with_mask = torch.func.vmap(lambda q, k, v, mask: attention(q, k, v, mask=mask))
+    assert with_mask(q[:0], k[:0], v[:0], mask).shape == (0, 2, 5, 4)
+    with_widths = torch.func.vmap(
+        lambda h: fa_cupy.torch.kernel_regression(q[0, 0], q[0, 0], q[0, 0], h)
+    )
+    assert with_widths(widths).shape == (0, 5, 4)
     regression = functools.partial(fa_cupy.torch.kernel_regression, bandwidth=1.5)
     got = torch.func.vmap(regression, in_dims=(0, None, 0))(q[0], k[0, 0], k[0, :, :, 0])
     want = [regression(q[0, i], k[0, 0], k[0, i, :, 0]) for i in range(2)]
@@ -546,6 +552,11 @@ def test_torch_compile(torch, backend, dynamic):
         (lambda f, x: f.linear_attention(x, x, x.float()), "linear_attention: v has dtype"),
         (lambda f, x: f.linear_attention(x, x, x, feature_map=lambda x: x.float()),
          r"linear_attention: feature_map\(q\) has dtype"),
+        (lambda f, x: f.linear_attention(x, x, x, feature_map=lambda x: x[:3]),
+         r"linear_attention: feature_map\(q\) has shape \(3, 3\), q has \(5, 3\)"),
+        (lambda f, x: f.linear_attention(x, x, x, feature_map=lambda x: x[None], is_causal=False),
+         r"linear_attention: feature_map\(q\) has shape \(1, 5, 3\), q has \(5, 3\)"),
+        (lambda f, x: f.merge_attention([x], [x[:, 0].long()]), r"lses\[0\] has dtype .*int64"),
     ],
 )  # fmt: skip
 def test_torch_compile_checks_what_no_operator_does(torch, call, text):
@@ -758,4 +769,6 @@ def test_jax_keys_are_no_seeds(jax):
     for function in (call, jax.jit(call)):
         with pytest.raises(TypeError, match=r"^attention: seed is a key of JAX, want an integer"):
             function(seed=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"^attention: seed is True \(bool\), want an int"):
+        call(seed=True)
     np.testing.assert_array_equal(call(seed=np.int64(3)), call(seed=3))
