@@ -68,8 +68,8 @@ def attention(
     is_causal : bool
     window : (left, right), optional
     softcap : float
-        As in `fa_cupy.attention`. Positions are those in the whole sequence. `is_causal` and
-        `window` need as many keys as queries on each rank.
+        As in `fa_cupy.attention`, the same on all ranks. Positions are those in the whole sequence.
+        `is_causal` and `window` need as many keys as queries on each rank.
     sinks : array, broadcastable to (..., Lq), optional
         Those of the queries of this rank. Sinks that do not depend on the query, as those of shape
         (heads, 1), must be the same on all ranks.
