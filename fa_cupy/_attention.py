@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy._bitmask import bits_of_sparse
 from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
@@ -368,11 +367,10 @@ def scaled_dot_product_attention(
     )
 
 
-def bits_of_attn_mask(name: str, attn_mask: Any) -> Any:
-    """Return `attn_mask`, as a BitMask if it is a sparse matrix, which must be of bool."""
+def check_attn_mask(name: str, attn_mask: Any) -> None:
+    """Raise for a sparse matrix that is not of bool."""
     if checks.is_sparse(attn_mask) and attn_mask.dtype != np.bool_:
         raise _is_no_bool(name, attn_mask)
-    return bits_of_sparse(name, "attn_mask", attn_mask)
 
 
 def _is_no_bool(name: str, attn_mask: Any, or_else: str = "") -> TypeError:

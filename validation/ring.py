@@ -4,7 +4,7 @@
 forward and gradients, causal and full, by the ring and by the exchange for heads, and causal
 products. It checks that results are the same bits when they are computed again, and their errors
 against one GPU. The model is that of `fa_cupy.distributed.plan`, with the speeds measured here: of
-one GPU for each kind of call, and of copies between two GPUs. Rows go to
+the slowest GPU, for calls as large as those of a rank, and of copies between two GPUs. Rows go to
 ``validation/results/ring-<device>.json``.
 
 ``--predict`` prints what the model says of 8, 64 and 512 GPUs instead, and needs no GPU.
@@ -88,6 +88,10 @@ class Case(NamedTuple):
         if self.what == "product":
             return 20
         return 0 if self.tokens >= _LONG else 1 if self.tokens >= _LONG // 2 else 3
+
+    def rounds_of(self, size: int) -> int:
+        """Return the same of some ranks: a sample takes about as long as one of one GPU."""
+        return self.rounds if self.what == "product" else self.rounds * size
 
     def of_rank(self, size: int, way: str) -> Case:
         """Return one as large as the calls of one of some ranks."""
@@ -231,6 +235,16 @@ def of_one_gpu(case: Case, rounds: int) -> Timed:
         return timed(lambda: run(*arrays), lambda seconds: seconds, rounds)
 
 
+def of_slowest(ranks: Any, case: Case, rounds: int) -> float:
+    """Return the seconds of a case on the slowest GPU, while all compute it, each for itself."""
+
+    def alone(comm: Any) -> float:
+        run, arrays = call_of(case), inputs(case)
+        return timed(lambda: run(*arrays), lambda x: longest(comm, x), rounds).seconds
+
+    return float(max(ranks(alone)))
+
+
 def measure(ranks: Any, case: Case, way: str | None, wanted: Any) -> Measured:
     """Compute a case on all ranks; `wanted` are the results of one GPU, on device 0."""
     import cupy
@@ -242,7 +256,7 @@ def measure(ranks: Any, case: Case, way: str | None, wanted: Any) -> Measured:
     def part(comm: Any) -> Any:
         mine = parts_of(whole, case, comm, ranks.devices[0])
         run = call_of(case, comm, way)
-        found = timed(lambda: run(*mine), lambda x: longest(comm, x), case.rounds)
+        found = timed(lambda: run(*mine), lambda x: longest(comm, x), case.rounds_of(comm.size))
         pairs = zip(found.first, found.last, strict=True)
         same = all(bool((x.view("u2") == y.view("u2")).all()) for x, y in pairs)
         return found.seconds, same, [dense(x.view("u2")) for x in found.first]
@@ -267,6 +281,8 @@ def parts_of(whole: Sequence[Any], case: Case, comm: Any, device: int) -> list[A
             own = dense(distributed.split(x.view(np.uint16), comm, order=case.order))
             cupy.cuda.Device().synchronize()
         mine.append(own.copy().view(ml_dtypes.bfloat16))
+        # Other ranks may get the memory of `own`, which the copy reads on a stream of this rank.
+        cupy.cuda.get_current_stream().synchronize()
     return mine
 
 
@@ -365,8 +381,9 @@ def rows(some: Sequence[Case], size: int, ways: Sequence[str]) -> Iterator[store
                 if way is not None:
                     part = case.of_rank(size, way)
                     # As long as the work of a rank: power limits what runs for a while.
-                    seconds = of_one_gpu(part, size * max(case.rounds, 1)).seconds
-                    yield row(part, "1 GPU", seconds)
+                    calls = max(case.rounds_of(size), 1) * (size if way == "ring" else 1)
+                    seconds = of_slowest(ranks, part, calls)
+                    yield row(part, f"slowest of {size} GPUs", seconds)
                     machine = plans.GPU._replace(flops=part.flops / seconds, link=link)
                     extra["model_ms"] = 1e3 * predicted(case, size, way, machine)
                 yield row(case, f"{size} GPUs {way or 'scan'}", found.seconds, **extra)
@@ -379,7 +396,7 @@ def rows(some: Sequence[Case], size: int, ways: Sequence[str]) -> Iterator[store
 def row(case: Case, impl: str, seconds: float, **extra: Any) -> store.Row:
     """Return a row of results, and print it."""
     facts = "  ".join(f"{name} {x:.4g}" for name, x in extra.items())
-    print(f"{case.label:36} {impl:13} {1e3 * seconds:9.3f} ms  {facts}", flush=True)
+    print(f"{case.label:36} {impl:17} {1e3 * seconds:9.3f} ms  {facts}", flush=True)
     return {
         "family": FAMILY, "case": case.label, "impl": impl, "ms": 1e3 * seconds,
         "unit": "ms", **extra, "date": store.now(),

@@ -364,19 +364,48 @@ def torch_options(name: str, attn_mask: Any, is_causal: Any) -> None:
         raise ValueError(f"{name}: is_causal is True and attn_mask is given, want one of them")
 
 
+def check_options(
+    name: str,
+    *,
+    scale: Any,
+    is_causal: Any,
+    causal_align: Any,
+    window: Any = None,
+    softcap: Any = 0.0,
+    precision: Any = None,
+) -> tuple[float | None, bool, float]:
+    """Check options as far as they do not depend on arrays.
+
+    Returns
+    -------
+    scale : float or None
+    is_causal : bool
+    softcap : float
+    """
+    checks.band(name, is_causal, causal_align, window, 1, 1)
+    checks.precision(name, precision, np.dtype(np.float32))
+    number = None if scale is None else checks.finite(name, "scale", scale)
+    return number, bool(is_causal), checks.finite(name, "softcap", softcap, minimum=0.0)
+
+
 def matching_parts(name: str, outs: list[Any], lses: list[Any]) -> None:
     """Raise unless outputs and log-sum-exps are parts of one attention result."""
-    shape, dtype = outs[0].shape, float_dtype(name, "outs[0]", outs[0])
+    common_dtype(name, {f"outs[{i}]": out for i, out in enumerate(outs)})
+    for i, lse in enumerate(lses):
+        float_dtype(name, f"lses[{i}]", lse)
+    check_part_shapes(name, outs, lses)
+
+
+def check_part_shapes(name: str, outs: Sequence[Any], lses: Sequence[Any]) -> None:
+    """Raise unless parts have shapes of one attention result, as arrays of any library."""
+    shape = tuple(outs[0].shape)
     if len(shape) < 2:
         raise ValueError(f"{name}: outs[0] has shape {shape}, want at least 2 axes (length, v_dim)")
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if out.shape != shape:
-            raise ValueError(f"{name}: outs[{i}] has shape {out.shape}, outs[0] has {shape}")
-        if float_dtype(name, f"outs[{i}]", out) != dtype:
-            raise TypeError(f"{name}: outs[{i}] has dtype {out.dtype}, outs[0] has {dtype}")
-        if lse.shape != shape[:-1]:
-            raise ValueError(f"{name}: lses[{i}] has shape {lse.shape}, want {shape[:-1]}")
-        float_dtype(name, f"lses[{i}]", lse)
+        if tuple(out.shape) != shape:
+            raise ValueError(f"{name}: outs[{i}] has shape {tuple(out.shape)}, outs[0] has {shape}")
+        if tuple(lse.shape) != shape[:-1]:
+            raise ValueError(f"{name}: lses[{i}] has shape {tuple(lse.shape)}, want {shape[:-1]}")
 
 
 def common_dtype(name: str, arrays: dict[str, Any]) -> np.dtype[Any]:

@@ -26,33 +26,30 @@ class Library(NamedTuple):
         ``zeros(x, rows)`` has as many rows, and otherwise the shape and the dtype of `x`.
     product : callable
         ``product(q, k, v, initial_state, reverse)`` is the causal product, differentiable.
+    require : callable
+        ``require(name, **arrays)`` raises for what is no array of the library.
+    check_features : callable
+        ``check_features(name, q, k, x, y)`` raises as `linear_problem.check_features`.
     """
 
     xp: Any
     constant: Callable[[Array], Array]
     zeros: Callable[[Array, int], Array]
     product: Callable[..., Array]
+    require: Callable[..., None]
+    check_features: Callable[..., None]
 
 
 def mapped(
-    name: str,
-    feature_map: Any,
-    q: Array,
-    k: Array,
-    require: Callable[..., None],
-    check: Callable[..., None],
+    library: Library, name: str, feature_map: Any, q: Array, k: Array
 ) -> tuple[Array, Array]:
-    """Return what a callable makes of `q` and `k`, or both as they are for a name of features.
-
-    ``require(name, **arrays)`` raises for what is no array of the library, and ``check(name, q, k,
-    x, y)`` as `linear_problem.check_features`.
-    """
+    """Return what a callable makes of `q` and `k`, or both as they are for a name of features."""
     if isinstance(feature_map, str) and feature_map in _FEATURES:
         return q, k
     if callable(feature_map):
         found = feature_map(q), feature_map(k)
-        require(name, **dict(zip(linear_problem.FEATURES, found, strict=True)))
-        check(name, q, k, *found)
+        library.require(name, **dict(zip(linear_problem.FEATURES, found, strict=True)))
+        library.check_features(name, q, k, *found)
         return found
     raise ValueError(
         f"{name}: feature_map is {checks.show(feature_map)}, "
@@ -109,8 +106,10 @@ def linear_attention(
 
 def _read(x: Array, state: Array) -> Array:
     """Return ``x @ state``, where several heads of `x` may share one of the state."""
-    heads = state.shape[-3] if state.ndim > 2 else 1
-    if x.ndim < 4 or heads in (1, x.shape[-3]) or x.shape[-3] == 1:
+    if x.ndim < 4 or state.ndim < 3:
+        return x @ state
+    heads = state.shape[-3]
+    if heads == x.shape[-3] or 1 in (heads, x.shape[-3]):
         return x @ state
     grouped = x.reshape(*x.shape[:-3], heads, x.shape[-3] // heads, *x.shape[-2:])
     sums = grouped @ state[..., None, :, :]

@@ -13,7 +13,7 @@ import numpy as np
 from fa_cupy import _attention
 from fa_cupy.core.arrays import empty_laid_out
 from fa_cupy.distributed.calls import Call
-from fa_cupy.distributed.order import Segment, dense
+from fa_cupy.distributed.order import Segment, copy_bits, dense
 
 
 def attention(call: Call) -> tuple[Any, Any]:
@@ -21,10 +21,10 @@ def attention(call: Call) -> tuple[Any, Any]:
     places = call.places
     q, k, v = _to_heads(call, ("q", "k", "v"), (places.queries, places.keys, places.keys))
     out, lse = _attention.attention(q, k, v, return_lse=True, **_options(call))
-    out, lse = _to_rows(call, (out, lse[..., None]), (places.queries,) * 2)
-    laid = empty_laid_out(call.xp, out.shape, call.arrays["q"], out.dtype)
-    _assign(laid, (...,), out)
-    return laid, lse[..., 0]
+    out, lse = _to_rows(
+        call, (out, lse[..., None]), (places.queries,) * 2, (call.arrays["q"], None)
+    )
+    return out, lse[..., 0]
 
 
 def gradients(call: Call) -> dict[str, Any]:
@@ -53,12 +53,10 @@ def gradients(call: Call) -> dict[str, Any]:
     )
     back = [arg for arg in ("q", "k", "v") if arg in grads]
     of_rows = {"q": places.queries, "k": places.keys, "v": places.keys}
-    returned = _to_rows(call, [grads[arg] for arg in back], [of_rows[arg] for arg in back])
-    for arg, grad in zip(back, returned, strict=True):
-        like = call.arrays[arg]
-        laid = empty_laid_out(call.xp, like.shape, like, like.dtype)
-        _assign(laid, (...,), grad)
-        grads[arg] = laid
+    returned = _to_rows(
+        call, *zip(*((grads[arg], of_rows[arg], call.arrays[arg]) for arg in back), strict=True)
+    )
+    grads |= zip(back, returned, strict=True)
     for arg in ("bias", "sinks"):
         if arg in grads:
             real = np.dtype(np.float64 if grads[arg].dtype == np.float64 else np.float32)
@@ -119,19 +117,20 @@ def _to_heads(
     return whole
 
 
-def _to_rows(call: Call, given: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
-    """Return this rank's rows of all heads, from all rows of this rank's heads."""
+def _to_rows(
+    call: Call, given: Sequence[Any], rows: Sequence[Any], likes: Sequence[Any]
+) -> list[Any]:
+    """Return this rank's rows of all heads, from all rows of this rank's heads.
+
+    Each result lies in memory as one of `likes` does, or in C order where that is None.
+    """
     comm = call.comm
 
     def part(x: Any, own: Any, rank: int) -> Any:
         found = call.xp.empty((*x.shape[:-2], _length(own[rank]), x.shape[-1]), x.dtype)
         begin = 0
         for start, count in own[rank]:
-            _assign(
-                found,
-                (..., slice(begin, begin + count), slice(None)),
-                x[..., start : start + count, :],
-            )
+            copy_bits(found[..., begin : begin + count, :], x[..., start : start + count, :])
             begin += count
         return found
 
@@ -141,16 +140,20 @@ def _to_rows(call: Call, given: Sequence[Any], rows: Sequence[Any]) -> list[Any]
     receives = [(rank, call.xp.empty(x.shape, x.dtype)) for rank in _others(comm) for x in mine]
     transfer = comm.start(sends, receives, f"{call.name}: heads for rows")
     found = []
-    for x in mine:
+    for x, like in zip(mine, likes, strict=True):
         shape = (*x.shape[:-3], x.shape[-3] * comm.size, *x.shape[-2:])
-        found.append(call.xp.empty(shape, x.dtype))
+        found.append(
+            call.xp.empty(shape, x.dtype)
+            if like is None
+            else empty_laid_out(call.xp, shape, like, x.dtype)
+        )
     parts = [(comm.rank, i, x) for i, x in enumerate(mine)]
     transfer.wait()
     parts += [(rank, i % len(mine), x) for i, (rank, x) in enumerate(receives)]
     for rank, which, x in parts:
         share = x.shape[-3]
         own_heads = slice(rank * share, (rank + 1) * share)
-        _assign(found[which], (..., own_heads, slice(None), slice(None)), x)
+        copy_bits(found[which][..., own_heads, :, :], x)
     return found
 
 
@@ -158,16 +161,8 @@ def _place(whole: Any, part: Any, segments: Sequence[Segment]) -> None:
     """Write the rows of a rank to their positions."""
     begin = 0
     for start, rows in segments:
-        source = part[..., begin : begin + rows, :]
-        _assign(whole, (..., slice(start, start + rows), slice(None)), source)
+        copy_bits(whole[..., start : start + rows, :], part[..., begin : begin + rows, :])
         begin += rows
-
-
-def _assign(target: Any, index: tuple[Any, ...], x: Any) -> None:
-    """Write bits: CuPy does not move bfloat16 everywhere."""
-    if x.itemsize == 2:
-        target, x = target.view("u2"), x.view("u2")
-    target[index] = x
 
 
 def _others(comm: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -231,9 +232,26 @@ def dense(x: Any) -> Any:
     """Return `x` in C order without gaps: itself, or a copy."""
     if x.flags.c_contiguous:
         return x
-    xp = sys.modules[library(x)]
-    bits = x.view(f"u{x.itemsize}") if x.dtype == attention_problem.BFLOAT16 else x
-    return xp.ascontiguousarray(bits).view(x.dtype)
+    out = sys.modules[library(x)].empty(x.shape, x.dtype)
+    copy_bits(out, x)
+    return out
+
+
+def copy_bits(out: Any, x: Any) -> None:
+    """Copy the bits of `x` to `out`, which has its shape and dtype.
+
+    CuPy does not copy bfloat16 everywhere, and words of 8 bytes 2.6 times as fast as those of 2.
+    """
+    word = f"u{min(_word_of(out), _word_of(x))}"
+    out.view(word)[...] = x.view(word)
+
+
+def _word_of(x: Any) -> int:
+    """Return the size in bytes, up to 8, of the words that rows of an array can be cut into."""
+    if isinstance(x, np.ndarray) or x.size == 0 or x.strides[-1] != x.itemsize:
+        return int(x.itemsize)
+    steps = [step for step, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
+    return math.gcd(8, x.data.ptr, x.shape[-1] * x.itemsize, *steps)
 
 
 def rows_of(x: Any, begin: int, end: int) -> Any:

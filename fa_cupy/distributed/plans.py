@@ -145,7 +145,6 @@ class Work(NamedTuple):
         rate = machine.seconds_of(self.flops_of_pair, self.itemsize)
         computed = rate * of_pieces.pairs(own, self.band) + machine.call * len(own)
         row = self.itemsize * self.kv_heads * sum(self.dims)
-        merged = self.itemsize * self.heads * (self.dims[1] if not self.gradients else self.dims[0])
         seconds, total = 0.0, 0
         last_return = 0.0
         for distance in range(1, self.size):
@@ -163,9 +162,34 @@ class Work(NamedTuple):
             last_return = sent if self.gradients else 0.0
             computed = rate * of_pieces.pairs(some, self.band) + machine.call * len(some)
             rows = sum(piece.queries[1] - piece.queries[0] for piece in some)
-            computed += 3 * merged * rows / machine.memory
+            k_rows = 0 if span is None else span[1] - span[0]
+            computed += self._bytes_of_sums(rows, k_rows) / machine.memory
         total *= 2 if self.gradients else 1
+        computed += self._bytes_of_rounding(rank) / machine.memory
         return seconds + computed + last_return, total
+
+    def _elements(self, q_rows: int, k_rows: int) -> int:
+        """Return the elements of the results of some rows: of the output, or of gradients."""
+        qk, v = self.dims
+        if not self.gradients:
+            return self.heads * q_rows * v
+        return self.heads * q_rows * qk + self.kv_heads * k_rows * (qk + v)
+
+    @property
+    def _itemsize_of_sums(self) -> int:
+        """The bytes of an element of the sums that a rank of the ring keeps."""
+        return self.itemsize if self.size == 2 else max(self.itemsize, 4)
+
+    def _bytes_of_sums(self, q_rows: int, k_rows: int) -> int:
+        """Return the bytes that are read and written where results are added to sums."""
+        return self._elements(q_rows, k_rows) * (self.itemsize + 2 * self._itemsize_of_sums)
+
+    def _bytes_of_rounding(self, rank: int) -> int:
+        """Return those where the first results become sums, and sums become the results."""
+        if self._itemsize_of_sums == self.itemsize or self.size == 1:
+            return 0
+        rows = [sum(part.rows for part in parts[rank]) for parts in (self.queries, self.keys)]
+        return self._elements(*rows) * 2 * (self.itemsize + self._itemsize_of_sums)
 
     def exchange(self, machine: Machine) -> tuple[float, int]:
         """Return the seconds and bytes of the exchange for heads, where it is possible."""
@@ -187,8 +211,10 @@ class Work(NamedTuple):
         near = min(machine.host, size) - 1
         sent = count * near / max(1, size - 1) / machine.link
         sent += count * (size - 1 - near) / max(1, size - 1) / machine.far_link
-        # Both ends put the parts where they belong: each byte is read and written twice.
-        copied = 4 * count / machine.memory
+        # Arrays of this rank's heads are put together from parts. Results are also cut into parts.
+        results = self._elements(q_rows, k_rows)
+        given = of_queries + of_keys - results
+        copied = self.itemsize * (2 * given + 4 * results) / machine.memory
         return computed + machine.call + sent + copied + 2 * machine.latency, count
 
 

@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
 import numpy as np
 
 import fa_cupy
-from fa_cupy._attention import TORCH_ARGS, bits_of_attn_mask
+from fa_cupy._attention import TORCH_ARGS, check_attn_mask
 from fa_cupy._bitmask import bits_of_sparse
 from fa_cupy._kernel_regression import checked_means
 from fa_cupy._score import Score
@@ -153,7 +153,7 @@ def attention(
         "scale": scale, "is_causal": is_causal, "causal_align": causal_align, "window": window,
         "softcap": softcap,
     }  # fmt: skip
-    callbacks.check_options("attention", precision=precision, **options)
+    attention_problem.check_options("attention", precision=precision, **options)
     score, of_score = callbacks.taken_apart(score)
     share, number, seed = callbacks.dropped("attention", dropout, seed)
     static = callbacks.Static(
@@ -335,7 +335,7 @@ def linear_attention(
     require_arrays(name, optional=True, initial_state=initial_state, **offsets)
     q, k, v = map(jax.numpy.asarray, (q, k, v))
     initial_state = None if initial_state is None else jax.numpy.asarray(initial_state)
-    x, y = compositions.mapped(name, feature_map, q, k, require_arrays, callbacks.check_features)
+    x, y = compositions.mapped(_LIBRARY, name, feature_map, q, k)
     number = checks.finite(name, "eps", eps, minimum=0.0)
     causal = checks.flag(name, "is_causal", is_causal)
     with_state = checks.flag(name, "return_state", return_state)
@@ -549,7 +549,8 @@ def scaled_dot_product_attention(
     >>> dq = jax.grad(lambda q: scaled_dot_product_attention(q, k, v, is_causal=True).sum())(q)
     """
     name = "scaled_dot_product_attention"
-    attn_mask = bits_of_attn_mask(name, attn_mask)
+    check_attn_mask(name, attn_mask)
+    attn_mask = bits_of_sparse(name, "attn_mask", attn_mask)
     bits = attn_mask if isinstance(attn_mask, fa_cupy.BitMask) else None
     given = None if bits is not None else attn_mask
     require_arrays(name, **dict(zip(TORCH_ARGS, (query, key, value), strict=False)))
@@ -558,7 +559,7 @@ def scaled_dot_product_attention(
     attention_problem.torch_options(name, attn_mask, is_causal)
     grouped = checks.flag(name, "enable_gqa", enable_gqa)
     options = {"scale": scale, "is_causal": is_causal, "causal_align": "top_left"}
-    callbacks.check_options(name, **options)
+    attention_problem.check_options(name, **options)
     is_mask = given is not None and given.dtype == bool
     bias, mask = (None, given) if is_mask else (given, None)
     static = callbacks.Static(
@@ -575,4 +576,6 @@ def _product(q: Array, k: Array, v: Array, initial: Array, reverse: bool) -> Arr
     return callbacks.causal_product((reverse, "auto"), q, k, v, initial, None)[0]
 
 
-_LIBRARY = compositions.Library(jax.numpy, jax.lax.stop_gradient, _zeros, _product)
+_LIBRARY = compositions.Library(
+    jax.numpy, jax.lax.stop_gradient, _zeros, _product, require_arrays, callbacks.check_features
+)

@@ -45,24 +45,6 @@ class Fixed:
         return id(self.value)
 
 
-def check_options(
-    name: str,
-    *,
-    scale: Any,
-    is_causal: Any,
-    causal_align: Any,
-    window: Any = None,
-    softcap: Any = 0.0,
-    precision: Any = None,
-) -> None:
-    """Check options as far as they do not depend on arrays. A traced value is an error."""
-    checks.band(name, is_causal, causal_align, window, 1, 1)
-    checks.precision(name, precision, np.dtype(np.float32))
-    if scale is not None:
-        checks.finite(name, "scale", scale)
-    checks.finite(name, "softcap", softcap, minimum=0.0)
-
-
 def check_features(name: str, q: Array, k: Array, x: Array, y: Array) -> None:
     """Check features as `linear_problem.check_features`."""
     linear_problem.check_features(name, *map(stand_in, (q, k, x, y)))
@@ -137,14 +119,15 @@ def dropped(name: str, dropout: Any, seed: Any, arg: str = "dropout") -> tuple[A
     """
     if jax.dtypes.issubdtype(getattr(seed, "dtype", None), jax.dtypes.prng_key):
         raise TypeError(f"{name}: seed is a key of JAX, want an integer (jax.random.bits(key))")
-    number = checks.is_int(seed)
-    require_arrays(name, optional=True, seed=None if number else seed)
+    given = seed
+    if not checks.is_int(seed):
+        require_arrays(name, optional=True, seed=seed)
     traced = isinstance(seed, jax.core.Tracer)
-    if not traced and seed is not None:
-        whole = number and not isinstance(seed, bool)  # a bool is an error
-        seed = int(seed) if whole else seed if number else np.asarray(seed)
-    stand_for_traced = np.zeros(seed.shape, seed.dtype) if traced else seed
-    found = of_arguments(name, dropout, stand_for_traced, arg)
+    if traced:
+        given = np.zeros(seed.shape, seed.dtype)  # of which only the shape and the dtype matter
+    elif isinstance(seed, jax.Array):
+        given = np.asarray(seed)
+    found = of_arguments(name, dropout, given, arg)
     if found is None:
         return 0.0, None, None
     return (found.p, None, seed) if traced else (found.p, found.seed, None)

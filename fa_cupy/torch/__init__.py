@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="torch") from error
 
 import fa_cupy
-from fa_cupy._attention import TORCH_ARGS, bits_of_attn_mask
+from fa_cupy._attention import TORCH_ARGS, check_attn_mask
 from fa_cupy._score import arrays_of
 from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.torch import arguments
@@ -332,10 +332,10 @@ def linear_attention(
     arguments.require_tensors(name, ("initial_state",), q=q, k=k, v=v, initial_state=initial_state)
     offsets = {"q_offsets": q_offsets, "k_offsets": k_offsets}
     offsets = arguments.places(name, offsets)
-    require, check = arguments.require_tensors, arguments.check_features
-    x, y = compositions.mapped(name, feature_map, q, k, require, check)
-    eps = arguments.number(name, "eps", eps, minimum=0.0)
-    if not 0.0 <= eps < float("inf"):  # no operator checks it in a compiled call
+    x, y = compositions.mapped(_LIBRARY, name, feature_map, q, k)
+    if not torch.compiler.is_compiling():
+        eps = checks.finite(name, "eps", eps, minimum=0.0)
+    elif not 0.0 <= eps < float("inf"):  # no operator checks it
         raise ValueError(f"{name}: eps is {eps}, want a finite number >= 0")
     is_causal = checks.flag(name, "is_causal", is_causal)
     return_state = checks.flag(name, "return_state", return_state)
@@ -505,8 +505,7 @@ def prefix_state(
     elif torch.compiler.is_compiling():
         found = [*ends]
         for i, end in enumerate(found):
-            if not 0 <= end <= k.shape[-2]:
-                raise ValueError(f"{name}: ends[{i}] is {end}, want from 0 to {k.shape[-2]}")
+            linear_problem.check_end(name, i, end, k.shape[-2])
     else:
         found = linear_problem.positions(name, ends, k.shape[-2]).tolist()
     if torch.compiler.is_compiling():
@@ -562,7 +561,8 @@ def scaled_dot_product_attention(
     >>> q, k, v = torch.randn(3, 8, 100, 16).requires_grad_().unbind()
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     """
-    attn_mask = bits_of_attn_mask(_SDPA, attn_mask)
+    check_attn_mask(_SDPA, attn_mask)
+    attn_mask = arguments.bits_of(_SDPA, "attn_mask", attn_mask)
     bits = attn_mask if isinstance(attn_mask, fa_cupy.BitMask) else None
     given = None if bits is not None else attn_mask
     named = dict(zip(TORCH_ARGS, (query, key, value, given), strict=False))
@@ -587,4 +587,7 @@ def _product(q: Any, k: Any, v: Any, initial: Any, reverse: bool) -> Any:
     return CausalProduct.of(q, k, v, initial, None, reverse, "auto")[0]
 
 
-_LIBRARY = compositions.Library(torch, torch.Tensor.detach, _zeros, _product)
+_LIBRARY = compositions.Library(
+    torch, torch.Tensor.detach, _zeros, _product, arguments.require_tensors,
+    arguments.check_features,
+)  # fmt: skip

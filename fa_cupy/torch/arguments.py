@@ -87,12 +87,11 @@ def options(
     bits = number_of(mask) if isinstance(mask, BitMask) else None
     text = None if score is None else score_text(score)
     if not torch.compiler.is_compiling():
-        checks.band(name, is_causal, causal_align, window, 1, 1)
-        checks.precision(name, precision, np.dtype(np.float32))
-        is_causal = checks.flag(name, "is_causal", is_causal)
+        scale, is_causal, softcap = attention_problem.check_options(
+            name, scale=scale, is_causal=is_causal, causal_align=causal_align, window=window,
+            softcap=softcap, precision=precision,
+        )  # fmt: skip
     left, right = (None, None) if window is None else window
-    scale = None if scale is None else number(name, "scale", scale)
-    softcap = number(name, "softcap", softcap, minimum=0.0)
     return Options(
         bits, text, scale, is_causal, causal_align, left, right, softcap, precision, enable_gqa,
         dropout,
@@ -262,13 +261,8 @@ def check_features(name: str, q: Any, k: Any, x: Any, y: Any) -> None:
 def check_parts(name: str, outs: Sequence[Any], lses: Sequence[Any]) -> None:
     """Check parts as `attention_problem.matching_parts`, of what is compiled."""
     require_one_dtype(name, **{f"outs[{i}]": x for i, x in enumerate(outs)})
-    shape = outs[0].shape
-    for i, out in enumerate(outs):
-        lse = lses[i]
-        if out.shape != shape:
-            raise ValueError(f"{name}: outs[{i}] has shape {out.shape}, outs[0] has {shape}")
-        if lse.shape != shape[:-1]:
-            raise ValueError(f"{name}: lses[{i}] has shape {lse.shape}, want {shape[:-1]}")
+    attention_problem.check_part_shapes(name, outs, lses)
+    for i, lse in enumerate(lses):
         if not lse.dtype.is_floating_point:
             raise TypeError(f"{name}: lses[{i}] has dtype {lse.dtype}, want one of floats")
 

@@ -540,7 +540,8 @@ def test_torch_compile(torch, backend, dynamic):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda f, x: f.prefix_state(x, x, [-1]), r"prefix_state: ends\[0\] is -1"),
+        (lambda f, x: f.prefix_state(x, x, [-1]),
+         r"prefix_state: ends\[0\] is -1 \(int\), want an int from 0 to 5, the length of k"),
         (lambda f, x: f.prefix_state(x, x, [2, 6]), r"prefix_state: ends\[1\] is 6"),
         (lambda f, x: f.prefix_state(x, x.float()), "prefix_state: v has dtype"),
         (lambda f, x: f.merge_attention([x, x], [x[:1, 0], x[:, 0]]),
@@ -582,14 +583,32 @@ def test_torch_compile_takes_other_bandwidths(torch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torch_compile_leaves_sparse_masks_alone(torch):
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda f, x, mask: f.attention(x, x, x, mask=mask),
+        lambda f, x, mask: f.scaled_dot_product_attention(x, x, x, mask),
+        lambda f, x, mask: f.kernel_regression(x, x, x, 0.5, mask=mask),
+    ],
+)
+def test_torch_compile_leaves_sparse_masks_alone(torch, function, monkeypatch):
+    """What makes a `BitMask` of a sparse matrix is not traced."""
     sparse = pytest.importorskip("scipy.sparse")
-    from fa_cupy.torch import attention
+    import fa_cupy.torch
 
     torch._dynamo.reset()
     x, mask = torch.tensor(draw((5, 3))[0]), sparse.csr_array(MASK)
-    call = torch.compile(lambda x: attention(x, x, x, mask=mask), backend="eager")
-    torch.testing.assert_close(call(x), attention(x, x, x, mask=torch.tensor(MASK)))
+    traced, of_sparse = [], BitMask._of_sparse
+
+    def watched(*args):
+        traced.append(torch.compiler.is_compiling())
+        return of_sparse(*args)
+
+    monkeypatch.setattr(BitMask, "_of_sparse", watched)
+    call = torch.compile(lambda x: function(fa_cupy.torch, x, mask), backend="eager")
+    torch.testing.assert_close(call(x), function(fa_cupy.torch, x, torch.tensor(MASK)))
+    assert traced
+    assert not any(traced)
 
 
 @pytest.mark.filterwarnings("ignore")
