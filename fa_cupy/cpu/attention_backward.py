@@ -33,7 +33,7 @@ from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
 from fa_cupy.tiled.gradients import Gradient, Operands
 from fa_cupy.tiled.softcap import folds
-from fa_cupy.tiled.softmax import FAR, own_share
+from fa_cupy.tiled.softmax import own_share
 
 Array = npt.NDArray[Any]
 View = attention_problem.View
@@ -409,7 +409,7 @@ def _run(
     of_entries = gradients.batch_entries(np, plan.problem, bits, score)
     arrays = gradients.arrays(np, inputs, results, grads, plan.dtype, sinks, of_entries)
     stacks = [] if plan.stacks is None else [*plan.stacks.stacks(np, arrays)]
-    near = bool(stacks) and _all_near(results[1])
+    near = bool(stacks) and _all_near(results[1], attention_backward.least_far(plan.problem))
     with np.errstate(all="ignore"):
         if plan.plain is not None and near:
             _add_plain(plan, plan.plain, stacks, grads)
@@ -425,12 +425,12 @@ def _run(
     return answer
 
 
-def _all_near(lse: Array) -> bool:
+def _all_near(lse: Array, least: float) -> bool:
     """Whether no row is far, or sees nothing, or is NaN."""
     squares = blas.sum_of_squares(lse)
-    if squares is not None and squares < FAR * FAR:
+    if squares is not None and squares < least * least:
         return True
-    return bool(lse.min() > -FAR and lse.max() < FAR)
+    return bool(lse.min() > -least and lse.max() < least)
 
 
 def _is_plain(problem: attention_problem.Problem, tile: tile_sizes.Tile, columns: int) -> bool:
@@ -739,7 +739,7 @@ def _prepared(plan: Plan, stacks: list[Operands], steps: Steps, pairs: _Entries)
             _prepare(steps, x, tile_m)
         far: list[tuple[int, int]] = []
         if x.top is None:
-            x, far = attention_backward.far_rows(steps, x, tile_m)
+            x, far = attention_backward.far_rows(steps, problem, x, tile_m)
         ready.append(x)
         tasks += [(x, rows, pairs.of(x)) for rows in far]
         scores += sum(x.q.shape[0] * (end - begin) * problem.k_len for begin, end in far)

@@ -15,9 +15,9 @@ its product with the derivative by an element of an array, summed, is the gradie
 dropout, `p` in the first of these and ``do @ v.mT`` in the second one are multiplied by what the
 weights of pairs are, ``1 / (1 - dropout)`` or 0. Weights are made again from the queries, the keys
 and the LSE, so that memory is that of a few tiles and of `base`, whatever the lengths. Where an LSE
-is so large that its rounding would spoil them (`tiled.softmax.is_far`), maximum and sum of its
-row's weights are computed once more, by `keep_apart`, from the same tiles: weights then sum to 1.
-Other rows of tiles are spared.
+or the scale is so large that rounding would spoil them (`tiled.softmax.is_far`), maximum and sum of
+its row's weights are computed once more, by `keep_apart`, from the same tiles: weights then sum to
+1. Other rows of tiles are spared.
 
 A column of tiles (some keys of some batch entries, all queries that see them) sums its dk and dv
 and hands them over at its end; dq and the gradient of the bias are handed over tile by tile. Of a
@@ -45,8 +45,8 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.tiled import attention, gradients
 from fa_cupy.tiled.attention import Array
 from fa_cupy.tiled.gradients import Operands, accumulate, reduced, target
-from fa_cupy.tiled.softcap import split
-from fa_cupy.tiled.softmax import given_total, is_far, statistics
+from fa_cupy.tiled.softcap import MOST, split
+from fa_cupy.tiled.softmax import FAR, given_total, is_far, statistics
 
 #: Gradients by name: arrays that terms are written to, and whether they are added to what is there.
 Into = Mapping[str, tuple[Array, bool]]
@@ -85,14 +85,26 @@ def prepare(steps: Steps, x: Operands, row_begin: int, row_end: int) -> None:
     x.base[:, rows] = base if x.dlse is None else base - x.dlse[:, rows]
 
 
-def far_rows(steps: Steps, x: Operands, tile_m: int) -> tuple[Operands, list[tuple[int, int]]]:
+def least_far(problem: Problem) -> float:
+    """Return from which log-sum-exp on the rows of a problem are far.
+
+    Under a large scale all of them are: where a product cancels, its score is small, but off by as
+    much as a large one.
+    """
+    is_product = not problem.softcap and problem.score is None
+    return 0.0 if is_product and abs(problem.scale) >= MOST else FAR
+
+
+def far_rows(
+    steps: Steps, problem: Problem, x: Operands, tile_m: int
+) -> tuple[Operands, list[tuple[int, int]]]:
     """Return (begin, end) of the tiles of queries some of which are far, for `keep_apart`.
 
     The operands come with memory for what that finds, if there are any.
     """
-    xp, q_len = steps.xp, x.q.shape[1]
+    xp, q_len, least = steps.xp, x.q.shape[1], least_far(problem)
     bounds = [(begin, min(begin + tile_m, q_len)) for begin in range(0, q_len, tile_m)]
-    found = [rows for rows in bounds if bool(is_far(xp, x.lse[:, slice(*rows)]).any())]
+    found = [rows for rows in bounds if bool(is_far(xp, x.lse[:, slice(*rows)], least).any())]
     if not found:
         return x, found
     top = finite_or_0(xp, x.lse).astype(steps.dtype)
@@ -109,14 +121,46 @@ def keep_apart(
     more: Iterable[tuple[tuple[int, int], Array]] = (),
 ) -> None:
     """Set ``x.top`` and ``x.total`` of far queries among some, as `row_statistics`."""
-    part = slice(*rows)
+    part, columns = slice(*rows), [*columns]
     lse = x.lse[:, part]
     top, total = row_statistics(steps, problem, x, rows, columns, tile_m, more)
-    far = is_far(steps.xp, lse)
-    found = top, given_total(steps.xp, lse, top, total)
+    far = is_far(steps.xp, lse, least_far(problem))
+    norms = largest_norms(steps, problem, x, rows, columns)
+    found = top, given_total(steps.xp, lse, top, total, norms)
     for kept, new in zip((x.top, x.total), found, strict=True):
         assert kept is not None
         kept[:, part] = steps.xp.where(far, new, kept[:, part])
+
+
+def largest_norms(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    rows: tuple[int, int],
+    columns: Iterable[tuple[int, int]],
+) -> Array | None:
+    """Return each query's largest product of norms with one of some keys, times the scale.
+
+    A score may be off by a part of that, however small it is itself. It has shape (n, m, 1), and is
+    None if scores are more than products.
+    """
+    if problem.softcap or problem.score is not None or not problem.head_dim:
+        return None
+    xp, most = steps.xp, None
+    for keys in columns:
+        k = _norms(xp, steps.operand("k", x.k[:, slice(*keys)]))
+        k = xp.where(xp.isfinite(k), k, 0.0).max(axis=1, keepdims=True)  # hidden ones are anything
+        most = k if most is None else xp.maximum(most, k)
+    if most is None:
+        return None
+    q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
+    steps.load(q, x.q[:, slice(*rows)])
+    return (_norms(xp, q) * most * abs(slope_of(problem, steps.dtype))).astype(steps.dtype)
+
+
+def _norms(xp: Any, x: Array) -> Array:
+    wide = x.astype(np.float64)
+    return xp.sqrt((wide * wide).sum(axis=-1, keepdims=True))
 
 
 def row_statistics(

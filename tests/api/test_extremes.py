@@ -286,6 +286,38 @@ def test_a_row_that_is_not_finite_beside_steep_scores_of_few_pairs(expression):
     assert found.tolist() == [1.0] * len(found)
 
 
+@pytest.mark.parametrize("scale", [1e4, 1e5, 1e7])
+@pytest.mark.parametrize(("n", "dim"), [(200, 64), (1000, 64), (1000, 300)])
+def test_the_weight_of_a_single_key_is_one(xp, n, dim, scale):
+    """Whoever has made the log-sum-exp adds up a product that cancels otherwise than tiles do."""
+    rng = np.random.default_rng(0)
+    q, k = (normal(rng, (n, dim), SINGLE) for _ in range(2))
+    ones, mask = np.ones((n, 1), SINGLE), np.eye(n, dtype=bool)
+    exact = reference.attention(q, k, ones, mask=mask, scale=scale)[1].astype(SINGLE)
+    q, k, ones, mask, exact = map(xp.asarray, (q, k, ones, mask, exact))
+    out, lse = attention(q, k, ones, mask=mask, scale=scale, return_lse=True)
+    for x in (lse, exact):
+        (dv,) = attention_backward(ones, q, k, ones, out, x, mask=mask, scale=scale, need=["v"])
+        assert to_numpy(dv).tolist() == [[1.0]] * n
+
+
+@pytest.mark.parametrize("scale", [1e5, 1e7])
+def test_two_keys_of_merged_results_share_a_weight_of_one(xp, scale):
+    """Their log-sum-exp is one of more keys than each part has."""
+    rng, n = np.random.default_rng(0), 500
+    q, k = (xp.asarray(normal(rng, (n, 64), SINGLE)) for _ in range(2))
+    ones, own = xp.ones((n, 1), SINGLE), np.eye(n, dtype=bool)
+    calls = [{"mask": xp.asarray(np.roll(own, i, 1)), "scale": scale} for i in range(2)]
+    found = [attention(q, k, ones, return_lse=True, **call) for call in calls]
+    results = merge_attention(*zip(*found, strict=True))
+    parts = [
+        attention_backward(ones, q, k, ones, *results, need=["v"], **call)[0] for call in calls
+    ]
+    first, second = (np.roll(to_numpy(dv)[:, 0], -i) for i, dv in enumerate(parts))
+    assert (first + second).tolist() == [1.0] * n
+    assert 0.4 < first.mean() < 0.6
+
+
 def test_tiles_of_ordinary_rows_take_no_second_pass(monkeypatch):
     monkeypatch.setattr(tile_sizes, "tile_sizes", lambda *_, **__: tile_sizes.Tile(16, 16))
     apart, calls = tiled_attention_backward.keep_apart, []

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from fa_cupy import BitMask, attention, attention_backward
+from fa_cupy.gpu.kernels import attention_backward as kernels_of_gradients
+from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
 from tests.support.kernel_attention import BANDS, DTYPES, blocks_of
 from tests.support.kernel_gradients import compare
 from tests.support.large_lse import far_case, padded_case
@@ -142,3 +144,50 @@ def test_a_sequence_of_nothing_but_padding_takes_milliseconds():
     end.record()
     end.synchronize()
     assert cp.cuda.get_elapsed_time(begin, end) < 20
+
+
+def weights_of_single_keys(n, dim, size, scale):
+    """Weights of n rows of float32 that see one key each, with scores that are large."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((n, dim), np.float32) for _ in range(2))
+    q *= np.float32(size)
+    scores = scale * np.einsum("id,id->i", q, k, dtype=np.float64)
+    far = np.abs(scores) >= 64  # others have the weights of their log-sum-exp
+    assert far.mean() > 0.9
+    ones, mask = cp.ones((n, 1), np.float32), cp.eye(n, dtype=bool)
+    q, k = map(cp.asarray, (q, k))
+    out, lse = attention(q, k, ones, mask=mask, scale=scale, return_lse=True)
+    (dv,) = attention_backward(ones, q, k, ones, out, lse, mask=mask, scale=scale, need=["v"])
+    return dv.get()[far, 0]
+
+
+@pytest.mark.parametrize("by_wgmma", [True, False])
+@pytest.mark.parametrize("size", [1, 1e3])
+@pytest.mark.parametrize("n", [200, 1000])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_kernels_of_float32_find_the_same_scores(dim, n, size, by_wgmma, monkeypatch):
+    """Scores that are the largest ones of their rows in one kernel are so in the other one.
+
+    The scale is no power of two, and one that kernels still take. Of 200 rows the log-sum-exp comes
+    from mma.sync, of 1,000 on Hopper from wgmma.
+    """
+    if not by_wgmma:
+        select = kernels_of_gradients.select.__wrapped__
+        monkeypatch.setattr(selection, "_is_for_wgmma", lambda wanted: False)
+        monkeypatch.setattr(kernels_of_gradients, "select", select)
+    weights = weights_of_single_keys(n, dim, size, 9e3)
+    sm90 = by_wgmma and dim > selection.MMA_DIM and current_target() == "sm_90a"
+    wanted = "attention/bwd_dkdv_fp32" + ("_sm90" if sm90 else "")
+    assert wanted in plans.kernels("attention_backward")
+    assert weights.tolist() == [1.0] * len(weights)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e5, 1e7])
+@pytest.mark.parametrize("n", [200, 1000])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_products_after_a_forward_kernel_have_weights_of_one(dim, n, scale):
+    """From a scale of 1e4 on, cuBLAS computes gradients of float32, and a kernel the output."""
+    weights = weights_of_single_keys(n, dim, 1, scale)
+    assert plans.kernels("attention")
+    assert plans.of("attention_backward") == [None]
+    assert weights.tolist() == [1.0] * len(weights)

@@ -27,7 +27,6 @@ from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients
 from fa_cupy.tiled.gradients import Operands
-from fa_cupy.tiled.softmax import FAR
 
 
 def backward(
@@ -85,7 +84,8 @@ def backward(
             for rows in _bounds(problem.q_len, tile_m):
                 attention_backward.prepare(steps, x, *rows)
         if results[1].size:
-            elementwise.mark_far(results[1], FAR, steps.spoiled)
+            least = attention_backward.least_far(problem)
+            elementwise.mark_far(results[1], least, steps.spoiled)
         _columns(steps, problem, stacks, (tile_m, tile_n), exact=False)
         spoiled, far = steps.spoiled.get().tolist()
         if far:
@@ -115,7 +115,7 @@ def _kept_apart(
 ) -> Operands:
     """Return a stack with maxima and sums of its far rows."""
     tile_m, tile_n = tile
-    x, far = attention_backward.far_rows(steps, x, tile_m)
+    x, far = attention_backward.far_rows(steps, problem, x, tile_m)
     columns = [*_bounds(problem.k_len, tile_n)]
     for rows in far:
         attention_backward.keep_apart(steps, problem, x, rows, columns, tile_m)
