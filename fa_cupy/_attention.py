@@ -536,7 +536,7 @@ def attention_backward(
     difference is within rounding, as with a padding bias of -1e9: the weights of each part of the
     keys then sum to 1. These are the limits:
 
-    - CPU, and products of cuBLAS: `lse` is large from 1,024 on, and any is under a scale of 10,000
+    - CPU, and products of cuBLAS: `lse` is large from 1,024 on, and any is under a scale of 1,024
       or more. Rounding is 2**-20 of it (2**-48 in float64) or, if that is larger, 2**-21 (2**-50)
       of the largest score that vectors as long as those of `q` and `k` could have.
     - Kernels of float64: 1,024, and 2**-48.

@@ -45,7 +45,7 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.tiled import attention, gradients
 from fa_cupy.tiled.attention import Array
 from fa_cupy.tiled.gradients import Operands, accumulate, reduced, target
-from fa_cupy.tiled.softcap import MOST, split
+from fa_cupy.tiled.softcap import split
 from fa_cupy.tiled.softmax import FAR, given_total, is_far, statistics
 
 #: Gradients by name: arrays that terms are written to, and whether they are added to what is there.
@@ -92,7 +92,7 @@ def least_far(problem: Problem) -> float:
     much as a large one.
     """
     is_product = not problem.softcap and problem.score is None
-    return 0.0 if is_product and abs(problem.scale) >= MOST else FAR
+    return 0.0 if is_product and abs(problem.scale) >= FAR else FAR
 
 
 def far_rows(
