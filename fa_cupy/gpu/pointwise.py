@@ -15,33 +15,35 @@ from typing import Any
 import cupy
 import numpy as np
 
-from fa_cupy.core import attention_problem
-
 _MOST_LANES = 4
 _WIDEST = 16  # bytes that a thread reads or writes at once (PTX ISA 9.7.9: ld, .v4 of 32 bits)
 
-# Types of elements in CuPy's kernels, and those of as many bytes as some neighbours.
-_ELEMENTS = {"bfloat16": "uint16"}
+# CuPy's types of as many bytes as an element has, or some neighbours.
 _WORDS = {2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 _C_TYPES = {
-    "bfloat16": "unsigned short", "float16": "float16", "float32": "float", "float64": "double",
+    "bfloat16": "fa_bfloat16", "float16": "fa_float16", "float32": "float", "float64": "double",
 }  # fmt: skip
 
+# Conversions of float16 are PTX ISA 9.7.9.21 "cvt". Doubles become floats first.
 _PREAMBLE = """
+struct fa_bfloat16 {
+    unsigned short bits;
+    __device__ operator float() const { return __uint_as_float((unsigned int)bits << 16); }
+    __device__ void operator=(float x) {
+        const unsigned int word = __float_as_uint(x);
+        bits = x == x ? (word + 0x7fff + (word >> 16 & 1)) >> 16 : word >> 16 | 0x40;
+    }
+};
+struct fa_float16 {
+    unsigned short bits;
+    __device__ operator float() const {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+    __device__ void operator=(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+};
 template <typename T, int kLanes> struct __align__(sizeof(T) * kLanes) fa_lanes { T x[kLanes]; };
-template <typename R, typename T> __device__ __forceinline__ R fa_load(const T& x) { return R(x); }
-template <typename R> __device__ __forceinline__ R fa_load(const unsigned short& bits) {
-    return R(__uint_as_float((unsigned int)bits << 16));
-}
-template <typename T, typename R> __device__ __forceinline__ void fa_store(T& to, R value) {
-    to = T(value);
-}
-template <typename R>
-__device__ __forceinline__ void fa_store(unsigned short& to, R value) {
-    const float rounded = float(value);
-    const unsigned int bits = __float_as_uint(rounded);
-    to = rounded == rounded ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40;
-}
 """
 
 
@@ -71,7 +73,8 @@ class Pointwise:
         rows, arrays = given[: len(self._rows)], given[len(self._rows) :]
         count = min(map(_lanes_of, arrays))
         kernel = self._kernel(tuple(x.dtype.name for x in arrays), count)
-        kernel(*(x[..., None] for x in rows), *(_words(x, count) for x in arrays))
+        words = [x.view(_WORDS[count * x.itemsize]) for x in arrays]
+        kernel(*(x[..., None] for x in rows), *words)
 
     @functools.cache  # noqa: B019, as long as the module lives
     def _kernel(self, dtypes: tuple[str, ...], count: int) -> Any:
@@ -81,7 +84,7 @@ class Pointwise:
         for name, dtype in zip(self._arrays, dtypes, strict=True):
             lanes = f"fa_lanes<{_C_TYPES[dtype]}, {count}>"
             loads += f"{lanes} {name}_lanes = *reinterpret_cast<const {lanes}*>(&{name}_words);\n"
-            reads += f"R {name} = fa_load<R>({name}_lanes.x[lane]);\n"
+            reads += f"R {name} = {name}_lanes.x[lane];\n"
         last = self._arrays[-1]
         code = f"""
         typedef {real} R;
@@ -90,15 +93,14 @@ class Pointwise:
         for (int lane = 0; lane < {count}; ++lane) {{
             {reads}
             {self._body}
-            fa_store({last}_lanes.x[lane], {last});
+            {last}_lanes.x[lane] = {last};
         }}
         *reinterpret_cast<{lanes}*>(&{last}_words) = {last}_lanes;
         """
         params = [f"{'float64' if real == 'double' else 'float32'} {name}" for name in self._rows]
         for name, dtype in zip(self._arrays, dtypes, strict=True):
-            size = count * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
-            kind = _WORDS[size] if count > 1 else _ELEMENTS.get(dtype, dtype)
-            params.append(f"{kind} {name}_words")
+            size = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+            params.append(f"{_WORDS[count * size]} {name}_words")
         return cupy.ElementwiseKernel(
             ", ".join(params[:-1]), params[-1], code, "_".join((self._name, *dtypes)),
             preamble=_PREAMBLE,
@@ -108,15 +110,8 @@ class Pointwise:
 def _lanes_of(x: Any) -> int:
     """Return how many neighbours of an array a thread can take at once."""
     most = min(_MOST_LANES, _WIDEST // x.itemsize)
-    if x.size == 0 or x.strides[-1] != x.itemsize:
+    if x.ndim == 0 or x.size == 0 or x.strides[-1] != x.itemsize:
         return 1
     steps = [step for step, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
     size = math.gcd(most * x.itemsize, x.data.ptr, x.shape[-1] * x.itemsize, *steps)
     return size // int(x.itemsize)
-
-
-def _words(x: Any, count: int) -> Any:
-    """Return a view of an array in words of some neighbours."""
-    if count > 1:
-        return x.view(_WORDS[count * x.itemsize])
-    return x.view(np.uint16) if x.dtype == attention_problem.BFLOAT16 else x

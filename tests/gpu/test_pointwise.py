@@ -79,6 +79,13 @@ def test_sums_are_those_of_numpy(shape, layouts):
         same(x, host)
 
 
+def test_a_single_number():
+    x, host = cp.asarray(np.float32(0.1)), np.array(np.float16(0.3))
+    sums.add(x, cp.asarray(host))
+    assert x.get() == np.float32(0.1) + np.float32(np.float16(0.3))
+    assert sums.convert(x, np.dtype(np.float16)).get() == np.float16(x.get())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[-1:], ids=str)
 def test_results_are_merged(shape, layout):
