@@ -200,7 +200,7 @@ def check_feature_shapes(name: str, q: Any, k: Any, x: Any, y: Any) -> None:
 
 def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return `ends`, ints from 0 to `k_len`, as an array."""
-    wanted = _wanted_end(k_len)
+    wanted = _wanted_ends(k_len)
     try:
         if isinstance(ends, _NO_POSITIONS) or _is_empty_non_int(ends):
             raise TypeError
@@ -209,7 +209,7 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
         given = iter(ends)
     except TypeError:
         raise TypeError(
-            f"{name}: ends is {checks.show(ends)}, want a sequence, each {wanted}"
+            f"{name}: ends is {checks.show(ends)}, want a sequence of ints {wanted}"
         ) from None
     found = []
     for i, end in enumerate(given):
@@ -218,7 +218,9 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
                 raise TypeError
             found.append(operator.index(end))
         except TypeError:
-            raise TypeError(f"{name}: ends[{i}] is {checks.show(end)}, want {wanted}") from None
+            raise TypeError(
+                f"{name}: ends[{i}] is {checks.show(end)}, want an int {wanted}"
+            ) from None
         check_end(name, i, found[-1], k_len)
     return np.asarray(found, np.int64)
 
@@ -226,11 +228,12 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
 def check_end(name: str, i: int, end: int, k_len: int) -> None:
     """Raise for a position, `i` of all, that is not from 0 to `k_len`."""
     if not 0 <= end <= k_len:
-        raise ValueError(f"{name}: ends[{i}] is {checks.show(end)}, want {_wanted_end(k_len)}")
+        wanted = _wanted_ends(k_len)
+        raise ValueError(f"{name}: ends[{i}] is {checks.show(end)}, want an int {wanted}")
 
 
-def _wanted_end(k_len: int) -> str:
-    return f"an int from 0 to {k_len}, the length of k"
+def _wanted_ends(k_len: int) -> str:
+    return f"from 0 to {k_len}, the length of k"
 
 
 def _is_empty_non_int(ends: Any) -> bool:

@@ -21,27 +21,20 @@ _WIDEST = 16  # bytes that a thread reads or writes at once (PTX ISA 9.7.9: ld, 
 # CuPy's types of as many bytes as an element has, or some neighbours.
 _WORDS = {2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 _C_TYPES = {
-    "bfloat16": "fa_bfloat16", "float16": "fa_float16", "float32": "float", "float64": "double",
+    "bfloat16": "fa_bfloat16", "float16": "float16", "float32": "float", "float64": "double",
 }  # fmt: skip
 
-# Conversions of float16 are PTX ISA 9.7.9.21 "cvt". Doubles become floats first.
+# CuPy includes this by itself only where a parameter has the type.
+_FLOAT16 = "#include <cupy/float16.cuh>"
 _PREAMBLE = """
 struct fa_bfloat16 {
     unsigned short bits;
-    __device__ operator float() const { return __uint_as_float((unsigned int)bits << 16); }
-    __device__ void operator=(float x) {
+    fa_bfloat16() = default;
+    __device__ explicit fa_bfloat16(float x) {
         const unsigned int word = __float_as_uint(x);
         bits = x == x ? (word + 0x7fff + (word >> 16 & 1)) >> 16 : word >> 16 | 0x40;
     }
-};
-struct fa_float16 {
-    unsigned short bits;
-    __device__ operator float() const {
-        float x;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-        return x;
-    }
-    __device__ void operator=(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    __device__ operator float() const { return __uint_as_float((unsigned int)bits << 16); }
 };
 template <typename T, int kLanes> struct __align__(sizeof(T) * kLanes) fa_lanes { T x[kLanes]; };
 """
@@ -84,7 +77,7 @@ class Pointwise:
         for name, dtype in zip(self._arrays, dtypes, strict=True):
             lanes = f"fa_lanes<{_C_TYPES[dtype]}, {count}>"
             loads += f"{lanes} {name}_lanes = *reinterpret_cast<const {lanes}*>(&{name}_words);\n"
-            reads += f"R {name} = {name}_lanes.x[lane];\n"
+            reads += f"R {name} = R({name}_lanes.x[lane]);\n"
         last = self._arrays[-1]
         code = f"""
         typedef {real} R;
@@ -93,7 +86,7 @@ class Pointwise:
         for (int lane = 0; lane < {count}; ++lane) {{
             {reads}
             {self._body}
-            {last}_lanes.x[lane] = {last};
+            {last}_lanes.x[lane] = {_C_TYPES[dtype]}({last});
         }}
         *reinterpret_cast<{lanes}*>(&{last}_words) = {last}_lanes;
         """
@@ -103,7 +96,7 @@ class Pointwise:
             params.append(f"{_WORDS[count * size]} {name}_words")
         return cupy.ElementwiseKernel(
             ", ".join(params[:-1]), params[-1], code, "_".join((self._name, *dtypes)),
-            preamble=_PREAMBLE,
+            preamble=(_FLOAT16 if "float16" in dtypes else "") + _PREAMBLE,
         )  # fmt: skip
 
 
