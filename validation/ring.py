@@ -383,7 +383,7 @@ def rows(some: Sequence[Case], size: int, ways: Sequence[str]) -> Iterator[store
                     # As long as the work of a rank: power limits what runs for a while.
                     calls = max(case.rounds_of(size), 1) * (size if way == "ring" else 1)
                     seconds = of_slowest(ranks, part, calls)
-                    yield row(part, f"slowest of {size} GPUs", seconds)
+                    yield row(part, f"{size} GPUs, slowest", seconds)
                     machine = plans.GPU._replace(flops=part.flops / seconds, link=link)
                     extra["model_ms"] = 1e3 * predicted(case, size, way, machine)
                 yield row(case, f"{size} GPUs {way or 'scan'}", found.seconds, **extra)

@@ -119,6 +119,17 @@ def empty_laid_out(xp: Any, shape: Sequence[int], like: Any, dtype: np.dtype[Any
     return memory.transpose([order.index(axis) for axis in range(len(order))])
 
 
+def word_of(x: Any, most: int) -> int:
+    """Return the bytes, `most` or a part of it, of the words that rows of a CuPy array consist of.
+
+    That is one element where elements do not follow each other, and for an array of none.
+    """
+    if x.ndim == 0 or x.size == 0 or x.strides[-1] != x.itemsize:
+        return int(x.itemsize)
+    steps = [step for step, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
+    return math.gcd(most, x.data.ptr, x.shape[-1] * x.itemsize, *steps)
+
+
 def memory_order(shape: Sequence[int], like: Any) -> list[int]:
     """Return the axes of a result of `shape`, outermost first, in the order of `like`'s strides.
 

@@ -374,7 +374,7 @@ def check_options(
     softcap: Any = 0.0,
     precision: Any = None,
 ) -> tuple[float | None, bool, float]:
-    """Check options as far as they do not depend on arrays.
+    """Check options as far as they do not depend on arrays, as if these had one row each.
 
     Returns
     -------

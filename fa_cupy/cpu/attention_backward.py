@@ -631,6 +631,7 @@ def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: St
     would not sum to 1. So the sum that they are divided by is computed again, by tiles.
     """
     problem, tile_m, q_len = plan.problem, plan.tile.tile_m, x.q.shape[1]
+    least = attention_backward.least_far(problem)
     whole, left = (_with_sparse_blocks(x, words) for words in (True, False))
     dense = replace(x, k=entries.dense_of(x.k, steps.dtype))
     top = attention_backward.finite_or_0(np, x.lse).astype(steps.dtype)
@@ -646,7 +647,7 @@ def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: St
                 more = entries.padded(own, problem, dense, found, rows)
                 of_pairs = _row_statistics(plan, x, rows, own, more)
                 of_tiles = _row_statistics(plan, whole, rows, own)
-                share, seen = own_share(np, lse, *of_pairs), np.isfinite(lse)
+                share, seen = own_share(np, lse, *of_pairs, least), np.isfinite(lse)
                 top[:, part] = np.where(seen, of_tiles[0], top[:, part])
                 total[:, part] = np.where(seen, of_tiles[1] / share, total[:, part])
 
@@ -667,8 +668,8 @@ def _with_sparse_blocks(x: Operands, words: bool) -> Operands:
 
 def _row_statistics(
     plan: Plan, x: Operands, rows: tuple[int, int], steps: Steps, more: Any = ()
-) -> tuple[Array, Array]:
-    """Return maximum and sum of the weights of some queries."""
+) -> tuple[Array, Array, Array | None]:
+    """Return what `attention_backward.row_statistics` does of some queries."""
     seen, tile_m = _columns_of(plan, x, rows), plan.tile.tile_m
     return attention_backward.row_statistics(steps, plan.problem, x, rows, seen, tile_m, more)
 

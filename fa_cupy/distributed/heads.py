@@ -53,10 +53,8 @@ def gradients(call: Call) -> dict[str, Any]:
     )
     back = [arg for arg in ("q", "k", "v") if arg in grads]
     of_rows = {"q": places.queries, "k": places.keys, "v": places.keys}
-    returned = _to_rows(
-        call, *zip(*((grads[arg], of_rows[arg], call.arrays[arg]) for arg in back), strict=True)
-    )
-    grads |= zip(back, returned, strict=True)
+    parts = ([x[arg] for arg in back] for x in (grads, of_rows, call.arrays))
+    grads |= zip(back, _to_rows(call, *parts), strict=True)
     for arg in ("bias", "sinks"):
         if arg in grads:
             real = np.dtype(np.float64 if grads[arg].dtype == np.float64 else np.float32)

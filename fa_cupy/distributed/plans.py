@@ -1,7 +1,8 @@
 """What the ways of sharing attention cost, and the choice between them.
 
-The model counts floating-point operations, bytes that a rank sends and receives, and messages. A
-`Machine` says how fast these are. `validation.ring` compares it with measured times.
+The model counts floating-point operations, bytes that a rank sends and receives or that it reads
+and writes between calls of attention, and messages. A `Machine` says how fast these are.
+`validation.ring` compares it with measured times.
 """
 
 from __future__ import annotations
@@ -162,11 +163,17 @@ class Work(NamedTuple):
             last_return = sent if self.gradients else 0.0
             computed = rate * of_pieces.pairs(some, self.band) + machine.call * len(some)
             rows = sum(piece.queries[1] - piece.queries[0] for piece in some)
-            k_rows = 0 if span is None else span[1] - span[0]
+            k_rows = self._rows_returned(rank, distance) if self.gradients else 0
             computed += self._bytes_of_sums(rows, k_rows) / machine.memory
         total *= 2 if self.gradients else 1
         computed += self._bytes_of_rounding(rank) / machine.memory
         return seconds + computed + last_return, total
+
+    def _rows_returned(self, rank: int, distance: int) -> int:
+        """Return of how many own keys another rank returns the gradients."""
+        other = self.queries[(rank + distance) % self.size]
+        span = of_pieces.span(of_pieces.pieces(other, self.keys[rank], self.band))
+        return 0 if span is None else span[1] - span[0]
 
     def _elements(self, q_rows: int, k_rows: int) -> int:
         """Return the elements of the results of some rows: of the output, or of gradients."""
@@ -177,7 +184,10 @@ class Work(NamedTuple):
 
     @property
     def _itemsize_of_sums(self) -> int:
-        """The bytes of an element of the sums that a rank of the ring keeps."""
+        """The bytes of an element of the sums that a rank of the ring keeps.
+
+        A rank with few pieces may keep sums in the dtype of the arrays, which is not modelled.
+        """
         return self.itemsize if self.size == 2 else max(self.itemsize, 4)
 
     def _bytes_of_sums(self, q_rows: int, k_rows: int) -> int:
@@ -211,7 +221,8 @@ class Work(NamedTuple):
         near = min(machine.host, size) - 1
         sent = count * near / max(1, size - 1) / machine.link
         sent += count * (size - 1 - near) / max(1, size - 1) / machine.far_link
-        # Arrays of this rank's heads are put together from parts. Results are also cut into parts.
+        # Arrays of this rank's heads are put together from parts; results are also cut into parts,
+        # and other arrays only if the rows of some heads do not follow each other in memory.
         results = self._elements(q_rows, k_rows)
         given = of_queries + of_keys - results
         copied = self.itemsize * (2 * given + 4 * results) / machine.memory

@@ -8,12 +8,13 @@ arrays have them.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import cupy
 import numpy as np
+
+from fa_cupy.core.arrays import word_of
 
 _MOST_LANES = 4
 _WIDEST = 16  # bytes that a thread reads or writes at once (PTX ISA 9.7.9: ld, .v4 of 32 bits)
@@ -49,7 +50,8 @@ class Pointwise:
         Of the kernels.
     body : str
         Statements in CUDA C++, in which each element is a variable of the type ``R``: float, or
-        double if any array has float64. The last array is written to.
+        double if any array has float64. The last array is written to; if the statements do not
+        read it, the compiler leaves out what would.
     arrays : sequence of str
         The names of arrays with elements, all of the same shape.
     rows : sequence of str, optional
@@ -73,10 +75,9 @@ class Pointwise:
     def _kernel(self, dtypes: tuple[str, ...], count: int) -> Any:
         """Return the kernel for dtypes of arrays and a number of neighbours."""
         real = "double" if "float64" in dtypes else "float"
-        loads, reads = "", ""
-        for name, dtype in zip(self._arrays, dtypes, strict=True):
-            lanes = f"fa_lanes<{_C_TYPES[dtype]}, {count}>"
-            loads += f"{lanes} {name}_lanes = *reinterpret_cast<const {lanes}*>(&{name}_words);\n"
+        loads, reads, lanes = "", "", [f"fa_lanes<{_C_TYPES[x]}, {count}>" for x in dtypes]
+        for name, kind in zip(self._arrays, lanes, strict=True):
+            loads += f"{kind} {name}_lanes = *reinterpret_cast<const {kind}*>(&{name}_words);\n"
             reads += f"R {name} = R({name}_lanes.x[lane]);\n"
         last = self._arrays[-1]
         code = f"""
@@ -86,9 +87,9 @@ class Pointwise:
         for (int lane = 0; lane < {count}; ++lane) {{
             {reads}
             {self._body}
-            {last}_lanes.x[lane] = {_C_TYPES[dtype]}({last});
+            {last}_lanes.x[lane] = {_C_TYPES[dtypes[-1]]}({last});
         }}
-        *reinterpret_cast<{lanes}*>(&{last}_words) = {last}_lanes;
+        *reinterpret_cast<{lanes[-1]}*>(&{last}_words) = {last}_lanes;
         """
         params = [f"{'float64' if real == 'double' else 'float32'} {name}" for name in self._rows]
         for name, dtype in zip(self._arrays, dtypes, strict=True):
@@ -102,9 +103,4 @@ class Pointwise:
 
 def _lanes_of(x: Any) -> int:
     """Return how many neighbours of an array a thread can take at once."""
-    most = min(_MOST_LANES, _WIDEST // x.itemsize)
-    if x.ndim == 0 or x.size == 0 or x.strides[-1] != x.itemsize:
-        return 1
-    steps = [step for step, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
-    size = math.gcd(most * x.itemsize, x.data.ptr, x.shape[-1] * x.itemsize, *steps)
-    return size // int(x.itemsize)
+    return word_of(x, min(_MOST_LANES * x.itemsize, _WIDEST)) // int(x.itemsize)

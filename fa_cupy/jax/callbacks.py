@@ -119,13 +119,11 @@ def dropped(name: str, dropout: Any, seed: Any, arg: str = "dropout") -> tuple[A
     """
     if jax.dtypes.issubdtype(getattr(seed, "dtype", None), jax.dtypes.prng_key):
         raise TypeError(f"{name}: seed is a key of JAX, want an integer (jax.random.bits(key))")
-    given = seed
-    if not checks.is_int(seed):
-        require_arrays(name, optional=True, seed=seed)
-    traced = isinstance(seed, jax.core.Tracer)
+    given, traced = seed, isinstance(seed, jax.core.Tracer)
     if traced:
         given = np.zeros(seed.shape, seed.dtype)  # of which only the shape and the dtype matter
-    elif isinstance(seed, jax.Array):
+    elif seed is not None and not checks.is_int(seed):
+        require_arrays(name, seed=seed)
         given = np.asarray(seed)
     found = of_arguments(name, dropout, given, arg)
     if found is None:

@@ -15,9 +15,9 @@ its product with the derivative by an element of an array, summed, is the gradie
 dropout, `p` in the first of these and ``do @ v.mT`` in the second one are multiplied by what the
 weights of pairs are, ``1 / (1 - dropout)`` or 0. Weights are made again from the queries, the keys
 and the LSE, so that memory is that of a few tiles and of `base`, whatever the lengths. Where an LSE
-or the scale is so large that rounding would spoil them (`tiled.softmax.is_far`), maximum and sum of
-its row's weights are computed once more, by `keep_apart`, from the same tiles: weights then sum to
-1. Other rows of tiles are spared.
+or the scale is so large that rounding would spoil them (`least_far`), maximum and sum of its row's
+weights are computed once more, by `keep_apart`, from the same tiles: weights then sum to 1. Other
+rows of tiles are spared.
 
 A column of tiles (some keys of some batch entries, all queries that see them) sums its dk and dv
 and hands them over at its end; dq and the gradient of the bias are handed over tile by tile. Of a
@@ -91,8 +91,12 @@ def least_far(problem: Problem) -> float:
     Under a large scale all of them are: where a product cancels, its score is small, but off by as
     much as a large one.
     """
-    is_product = not problem.softcap and problem.score is None
-    return 0.0 if is_product and abs(problem.scale) >= FAR else FAR
+    return 0.0 if _is_product(problem) and abs(problem.scale) >= FAR else FAR
+
+
+def _is_product(problem: Problem) -> bool:
+    """Whether scores are scaled products of queries and keys, and a bias."""
+    return not problem.softcap and problem.score is None
 
 
 def far_rows(
@@ -118,49 +122,17 @@ def keep_apart(
     rows: tuple[int, int],
     columns: Iterable[tuple[int, int]],
     tile_m: int,
-    more: Iterable[tuple[tuple[int, int], Array]] = (),
+    more: Iterable[tuple[tuple[int, int], Array, Array]] = (),
 ) -> None:
     """Set ``x.top`` and ``x.total`` of far queries among some, as `row_statistics`."""
-    part, columns = slice(*rows), [*columns]
+    part = slice(*rows)
     lse = x.lse[:, part]
-    top, total = row_statistics(steps, problem, x, rows, columns, tile_m, more)
+    top, total, norms = row_statistics(steps, problem, x, rows, columns, tile_m, more)
     far = is_far(steps.xp, lse, least_far(problem))
-    norms = largest_norms(steps, problem, x, rows, columns)
     found = top, given_total(steps.xp, lse, top, total, norms)
     for kept, new in zip((x.top, x.total), found, strict=True):
         assert kept is not None
         kept[:, part] = steps.xp.where(far, new, kept[:, part])
-
-
-def largest_norms(
-    steps: Steps,
-    problem: Problem,
-    x: Operands,
-    rows: tuple[int, int],
-    columns: Iterable[tuple[int, int]],
-) -> Array | None:
-    """Return each query's largest product of norms with one of some keys, times the scale.
-
-    A score may be off by a part of that, however small it is itself. It has shape (n, m, 1), and is
-    None if scores are more than products.
-    """
-    if problem.softcap or problem.score is not None or not problem.head_dim:
-        return None
-    xp, most = steps.xp, None
-    for keys in columns:
-        k = _norms(xp, steps.operand("k", x.k[:, slice(*keys)]))
-        k = xp.where(xp.isfinite(k), k, 0.0).max(axis=1, keepdims=True)  # hidden ones are anything
-        most = k if most is None else xp.maximum(most, k)
-    if most is None:
-        return None
-    q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
-    steps.load(q, x.q[:, slice(*rows)])
-    return (_norms(xp, q) * most * abs(slope_of(problem, steps.dtype))).astype(steps.dtype)
-
-
-def _norms(xp: Any, x: Array) -> Array:
-    wide = x.astype(np.float64)
-    return xp.sqrt((wide * wide).sum(axis=-1, keepdims=True))
 
 
 def row_statistics(
@@ -170,24 +142,53 @@ def row_statistics(
     rows: tuple[int, int],
     columns: Iterable[tuple[int, int]],
     tile_m: int,
-    more: Iterable[tuple[tuple[int, int], Array]] = (),
-) -> tuple[Array, Array]:
+    more: Iterable[tuple[tuple[int, int], Array, Array]] = (),
+) -> tuple[Array, Array, Array | None]:
     """Return maximum and sum of the weights of some queries, given all columns of tiles.
 
     Scores come from the same products as in `column`, so that they are rounded alike. `more` are
-    those of keys that no tile has, as of `softmax.statistics`.
+    those of keys that no tile has, as of `softmax.statistics`, with the norms of the keys.
+
+    The third array is of each query the largest product of norms with a key that it sees, times the
+    scale, of shape (n, m, 1); None if scores are more than products. A score may be off by a part
+    of that, however small it is itself.
     """
+    xp, n, m = steps.xp, x.q.shape[0], rows[1] - rows[0]
+    largest = xp.zeros((n, m, 1), steps.dtype)
+
+    def look(part: tuple[int, int], scores: Array | None, of_keys: Array) -> None:
+        if scores is not None and scores.shape[-1]:
+            seen = xp.where(scores == -np.inf, steps.dtype.type(0), of_keys)
+            most = largest[:, slice(*part)]
+            xp.maximum(most, seen.max(axis=-1, keepdims=True), out=most)
 
     def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
         for keys in columns:
+            k = steps.operand("k", x.k[:, slice(*keys)])
+            of_keys = norms_of(xp, k).swapaxes(-1, -2)
             for some in row_tiles(problem, keys, tile_m, x.columns, rows):
                 queries = attention.queries_of(steps, problem, x, *some)
-                scores = attention.scores_of(steps, problem, x, queries, some, 0, keys)
-                yield (some[0] - rows[0], some[1] - rows[0]), scores
-        yield from more
-        yield (0, rows[1] - rows[0]), attention.sinks_of(steps, x, *rows)
+                scores = attention.scores_of(steps, problem, x, queries, some, 0, keys, k)
+                part = some[0] - rows[0], some[1] - rows[0]
+                look(part, scores, of_keys)
+                yield part, scores
+        for part, scores, of_keys in more:
+            look(part, scores, of_keys)
+            yield part, scores
+        yield (0, m), attention.sinks_of(steps, x, *rows)
 
-    return statistics(steps, x.q.shape[0], rows[1] - rows[0], scored())
+    top, total = statistics(steps, n, m, scored())
+    if not _is_product(problem):
+        return top, total, None
+    q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
+    steps.load(q, x.q[:, slice(*rows)])
+    return top, total, norms_of(xp, q) * largest * abs(slope_of(problem, steps.dtype))
+
+
+def norms_of(xp: Any, x: Array) -> Array:
+    """Return the norms of rows of float32 or float64, which no square leaves the range of."""
+    wide = x.astype(np.float64, copy=False)
+    return xp.sqrt((wide * wide).sum(axis=-1, keepdims=True)).astype(x.dtype)
 
 
 def add_to_sinks(steps: Steps, x: Operands) -> None:

@@ -287,8 +287,9 @@ def test_a_row_that_is_not_finite_beside_steep_scores_of_few_pairs(expression):
 
 
 @pytest.mark.parametrize("scale", [2e3, 1e4, 1e5, 1e7])
+@pytest.mark.parametrize("as_mask", [lambda mask: mask, BitMask])
 @pytest.mark.parametrize(("n", "dim"), [(200, 64), (1000, 64), (1000, 300)])
-def test_the_weight_of_a_single_key_is_one(xp, n, dim, scale):
+def test_the_weight_of_a_single_key_is_one(xp, n, dim, as_mask, scale):
     """Whoever has made the log-sum-exp adds up a product that cancels otherwise than tiles do."""
     rng = np.random.default_rng(0)
     q, k = (normal(rng, (n, dim), SINGLE) for _ in range(2))
@@ -297,6 +298,7 @@ def test_the_weight_of_a_single_key_is_one(xp, n, dim, scale):
     # Kernels, which take scales below 1e4, leave rows of a small one as they are.
     certain = np.abs(exact) >= (0 if xp is np else 64)
     q, k, ones, mask, exact = map(xp.asarray, (q, k, ones, mask, exact))
+    mask = as_mask(mask)
     out, lse = attention(q, k, ones, mask=mask, scale=scale, return_lse=True)
     for x in (lse, exact):
         (dv,) = attention_backward(ones, q, k, ones, out, x, mask=mask, scale=scale, need=["v"])
@@ -319,6 +321,25 @@ def test_two_keys_of_merged_results_share_a_weight_of_one(xp, scale):
     first, second = (np.roll(to_numpy(dv)[:, 0], -i) for i, dv in enumerate(parts))
     assert (first + second).tolist() == [1.0] * n
     assert 0.4 < first.mean() < 0.6
+
+
+@pytest.mark.parametrize("size", [0.0, 1e3, 1e6, 1e12])
+@pytest.mark.parametrize("how", ["mask", "causal"])
+def test_a_large_key_that_is_hidden_beside_merged_results(xp, tile_size, how, size):
+    """What a query does not see says nothing of how its scores are rounded."""
+    n = 40
+    q, k = np.full((n, 8), 20, SINGLE), np.full((n, 8), 10, SINGLE)
+    k[-1] = size
+    mask = xp.asarray(np.arange(n) < n - 1)
+    options = {"mask": mask} if how == "mask" else {"is_causal": True}
+    q, k, ones, dout = map(xp.asarray, (q, k, *np.ones((2, n, 1), SINGLE)))
+    dout[-1] = 0  # the one query that sees this key where attention is causal
+    _, lse = attention(q, k, ones, scale=1.0, return_lse=True, **options)
+    lse = lse + np.float32(np.log(2))  # as many keys elsewhere have the same weights
+    (dv,) = attention_backward(
+        dout, q, k, ones, ones / 2, lse, scale=1.0, need=["v"], **options
+    )  # fmt: skip
+    np.testing.assert_allclose(to_numpy(dv).sum(), (n - 1) / 2, rtol=1e-3)
 
 
 def test_tiles_of_ordinary_rows_take_no_second_pass(monkeypatch):

@@ -393,6 +393,29 @@ def test_an_exchange_for_heads(ranks, order, dtype):
     ranks(lambda comm: check_attention(lengths, comm))
 
 
+@pytest.mark.parametrize("need", [("bias",), ("sinks",), ("k",), ("v", "bias")], ids=str)
+@pytest.mark.parametrize("plan", ["heads", "ring"])
+def test_some_gradients(ranks, plan, need):
+    rng, heads = np.random.default_rng(0), ranks.size
+    q, k, v, dout = rng.standard_normal((4, heads, 12, 8))
+    given = {
+        "bias": rng.standard_normal((heads, 1, 12)), "sinks": rng.standard_normal((heads, 1)),
+    }  # fmt: skip
+    results = fa_cupy.attention(q, k, v, return_lse=True, **given)
+    want = fa_cupy.attention_backward(dout, q, k, v, *results, need=need, **given)
+
+    def part(comm):
+        own = [distributed.split(x, comm) for x in (q, k, v)]
+        options = {"comm": comm, "plan": plan, **given}
+        results = distributed.attention(*own, return_lse=True, **options)
+        own_dout = distributed.split(dout, comm)
+        return distributed.attention_backward(own_dout, *own, *results, need=need, **options)
+
+    for arg, parts, whole in zip(need, zip(*ranks(part), strict=True), want, strict=True):
+        found = parts[-1] if arg in given else distributed.join(parts)
+        np.testing.assert_allclose(found, whole, atol=1e-12)
+
+
 @pytest.mark.parametrize("plan", [None, "ring"])
 @pytest.mark.parametrize("arg", ["bias", "mask", "sinks"])
 def test_a_row_is_that_of_a_rank_where_each_has_one_query(arg, plan):

@@ -13,7 +13,7 @@ import cupy as cp
 from fa_cupy.gpu import pointwise
 from fa_cupy.gpu.distributed import sums
 
-# Arrays of two rows more, whose parts are looked at; of the second, no four neighbours are aligned.
+# Parts of arrays of one column or two rows more, among others: of some, no neighbours are aligned.
 LAYOUTS = {
     "dense": lambda empty, shape: empty(shape),
     "a column on": lambda empty, shape: empty((*shape[:-1], shape[-1] + 1))[..., 1:],
@@ -66,6 +66,8 @@ def test_dtypes_are_converted(shape, layout):
         x, host = both(shape, dtype, layout, 1)
         found = sums.convert(x, np.dtype(DTYPES.get(other, other)))
         assert found.dtype == DTYPES.get(other, other)
+        if min(shape) > 1 and layout in ("dense", "columns"):
+            assert np.argsort(found.strides).tolist() == np.argsort(x.strides).tolist()
         same(found, on_cpu.convert(host, found.dtype))
 
 

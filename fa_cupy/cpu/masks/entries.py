@@ -25,6 +25,7 @@ from fa_cupy.cpu.blas import SERIAL_SUMS
 from fa_cupy.cpu.tile_ops import Segments, Steps
 from fa_cupy.layouts import BLOCK
 from fa_cupy.tiled import attention as tiled_attention
+from fa_cupy.tiled.attention_backward import norms_of
 from fa_cupy.tiled.softmax import Rows
 
 Array = npt.NDArray[Any]
@@ -224,19 +225,22 @@ def padded(
     x: tiled_attention.Operands,
     entries: Entries,
     rows: tuple[int, int],
-) -> Iterator[tuple[tuple[int, int], Array]]:
+) -> Iterator[tuple[tuple[int, int], Array, Array]]:
     """Yield the scores of some queries as tiles, -inf behind the last of each row.
 
-    With each come the first and the last of its queries, counted from ``rows[0]``. Scores are
-    those of `attend`, to the last bit.
+    With each come the first and the last of its queries, counted from ``rows[0]``, and the norms of
+    its keys. Scores are those of `attend`, to the last bit.
     """
+    of_keys = norms_of(np, x.k)[..., 0]
     for chunk in entries.chunks(*rows):
         scores = scores_of(steps, problem, x, chunk)
         place = np.arange(len(chunk.keys)) - np.repeat(chunk.begin[:-1], chunk.counts)
         shape = (len(scores), len(chunk.counts), chunk.counts.max())
         tile = np.full(shape, -np.inf, steps.dtype)
+        norms = np.zeros(shape, steps.dtype)
         tile[:, chunk.rows - chunk.row_begin, place] = scores
-        yield (chunk.row_begin - rows[0], chunk.row_end - rows[0]), tile
+        norms[:, chunk.rows - chunk.row_begin, place] = of_keys[:, chunk.keys]
+        yield (chunk.row_begin - rows[0], chunk.row_end - rows[0]), tile, norms
 
 
 def by_row(operation: np.ufunc, values: Array, chunk: Chunk, empty: float) -> Array:

@@ -7,7 +7,6 @@ from typing import Any
 import cupy
 import numpy as np
 
-from fa_cupy.core import attention_problem
 from fa_cupy.gpu.pointwise import Pointwise
 
 # The shares of two parts of the keys in their sum, and the log-sum-exp of both. A part without keys
@@ -66,8 +65,7 @@ def convert(x: Any, dtype: Any) -> Any:
     """Return `x` in a dtype: itself, or a copy that lies in memory as `x` does."""
     if x.dtype == dtype:
         return x
-    bits = np.uint16 if dtype == attention_problem.BFLOAT16 else dtype
-    like = x.view(np.uint16) if x.dtype == attention_problem.BFLOAT16 else x
+    like, bits = x.view(f"u{x.itemsize}"), f"u{np.dtype(dtype).itemsize}"  # not bfloat16
     out = cupy.empty_like(like, bits).view(dtype)
     _convert(x, out)
     return out
