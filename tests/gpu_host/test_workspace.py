@@ -104,12 +104,16 @@ def test_an_exception_of_a_handler_leaves_nothing_changed(workspace, cupy, captu
             sys.settrace(old)
 
     last = 0
-    with CAPTURE.record() if captured else contextlib.nullcontext():
-        while not enter_until(last := last + 1):
-            assert last < 1000
-            gc.collect()
-            assert workspace.current() is None, last
-            assert cupy.cuda.get_allocator() is before, last
+    gc.freeze()  # collections look at what comes from here on
+    try:
+        with CAPTURE.record() if captured else contextlib.nullcontext():
+            while not enter_until(last := last + 1):
+                assert last < 1000
+                gc.collect()
+                assert workspace.current() is None, last
+                assert cupy.cuda.get_allocator() is before, last
+    finally:
+        gc.unfreeze()
     assert last > 5
 
 
