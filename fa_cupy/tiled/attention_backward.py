@@ -91,12 +91,8 @@ def least_far(problem: Problem) -> float:
     Under a large scale all of them are: where a product cancels, its score is small, but off by as
     much as a large one.
     """
-    return 0.0 if _is_product(problem) and abs(problem.scale) >= FAR else FAR
-
-
-def _is_product(problem: Problem) -> bool:
-    """Whether scores are scaled products of queries and keys, and a bias."""
-    return not problem.softcap and problem.score is None
+    is_product = not problem.softcap and problem.score is None
+    return 0.0 if is_product and abs(problem.scale) >= FAR else FAR
 
 
 def far_rows(
@@ -150,8 +146,8 @@ def row_statistics(
     those of keys that no tile has, as of `softmax.statistics`, with the norms of the keys.
 
     The third array is of each query the largest product of norms with a key that it sees, times the
-    scale, of shape (n, m, 1); None if scores are more than products. A score may be off by a part
-    of that, however small it is itself.
+    scale, of shape (n, m, 1); None where not all rows are far. A score may be off by a part of
+    that, however small it is itself.
     """
     xp, n, m = steps.xp, x.q.shape[0], rows[1] - rows[0]
     largest = xp.zeros((n, m, 1), steps.dtype)
@@ -178,7 +174,7 @@ def row_statistics(
         yield (0, m), attention.sinks_of(steps, x, *rows)
 
     top, total = statistics(steps, n, m, scored())
-    if not _is_product(problem):
+    if least_far(problem):
         return top, total, None
     q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
     steps.load(q, x.q[:, slice(*rows)])
