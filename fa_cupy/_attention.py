@@ -538,8 +538,8 @@ def attention_backward(
 
     - CPU, and products of cuBLAS: `lse` is large from 1,024 on, and any is under a scale of 1,024
       or more, but with a softcap or a `score`. Rounding is 2**-20 of it (2**-48 in float64) or,
-      under such a scale and if that is larger, 2**-21 (2**-50) of the largest score that vectors
-      as long as the query and the keys that it sees could have.
+      without these and if that is larger, 2**-21 (2**-50) of the largest score that vectors as
+      long as the query and its keys could have (the mean of the keys by their weights).
     - Kernels of float64: 1,024, and 2**-48.
     - Kernels of float32: 32, and 2**-21 of it or, if that is larger, 2**-22 (2**-21 above 128
       dims) of the largest score that numbers as large as those of `q` and `k` could have.

@@ -91,8 +91,12 @@ def least_far(problem: Problem) -> float:
     Under a large scale all of them are: where a product cancels, its score is small, but off by as
     much as a large one.
     """
-    is_product = not problem.softcap and problem.score is None
-    return 0.0 if is_product and abs(problem.scale) >= FAR else FAR
+    return 0.0 if _is_product(problem) and abs(problem.scale) >= FAR else FAR
+
+
+def _is_product(problem: Problem) -> bool:
+    """Whether scores are scaled products of queries and keys, and a bias."""
+    return not problem.softcap and problem.score is None
 
 
 def far_rows(
@@ -145,18 +149,17 @@ def row_statistics(
     Scores come from the same products as in `column`, so that they are rounded alike. `more` are
     those of keys that no tile has, as of `softmax.statistics`, with the norms of the keys.
 
-    The third array is of each query the largest product of norms with a key that it sees, times the
-    scale, of shape (n, m, 1); None where not all rows are far. A score may be off by a part of
-    that, however small it is itself.
+    The third array, of shape (n, m, 1), is of each query the product of its norm, the scale and the
+    mean norm of the keys by their weights; None if scores are more than products. A score may be
+    off by a part of that product, however small it is itself, and so may their log-sum-exp.
     """
     xp, n, m = steps.xp, x.q.shape[0], rows[1] - rows[0]
-    largest = xp.zeros((n, m, 1), steps.dtype)
+    of_seen = xp.zeros((n, m, 1), steps.dtype)
 
-    def look(part: tuple[int, int], scores: Array | None, of_keys: Array) -> None:
-        if scores is not None and scores.shape[-1]:
-            seen = xp.where(scores == -np.inf, steps.dtype.type(0), of_keys)
-            most = largest[:, slice(*part)]
-            xp.maximum(most, seen.max(axis=-1, keepdims=True), out=most)
+    def add(part: tuple[int, int], weights: Array | None, of_keys: Array) -> None:
+        if weights is not None:
+            of_tile = xp.where(weights == 0, steps.dtype.type(0), weights * of_keys)
+            of_seen[:, slice(*part)] += of_tile.sum(axis=-1, keepdims=True)
 
     def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
         for keys in columns:
@@ -166,25 +169,32 @@ def row_statistics(
                 queries = attention.queries_of(steps, problem, x, *some)
                 scores = attention.scores_of(steps, problem, x, queries, some, 0, keys, k)
                 part = some[0] - rows[0], some[1] - rows[0]
-                look(part, scores, of_keys)
-                yield part, scores
+                yield part, scores  # which become weights
+                add(part, scores, of_keys)
         for part, scores, of_keys in more:
-            look(part, scores, of_keys)
             yield part, scores
+            add(part, scores, of_keys)
         yield (0, m), attention.sinks_of(steps, x, *rows)
 
-    top, total = statistics(steps, n, m, scored())
-    if least_far(problem):
+    top, total = statistics(steps, n, m, scored(), of_seen)
+    if not _is_product(problem):
         return top, total, None
     q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
     steps.load(q, x.q[:, slice(*rows)])
-    return top, total, norms_of(xp, q) * largest * abs(slope_of(problem, steps.dtype))
+    of_q, slope = norms_of(xp, q), abs(slope_of(problem, steps.dtype))
+    of_seen /= total
+    small, large = xp.minimum(of_q, of_seen), xp.maximum(of_q, of_seen)
+    # In an order in which nothing leaves the range of floats unless the product does.
+    return top, total, large * slope * small if slope < 1 else small * slope * large
 
 
 def norms_of(xp: Any, x: Array) -> Array:
-    """Return the norms of rows of float32 or float64, which no square leaves the range of."""
-    wide = x.astype(np.float64, copy=False)
-    return xp.sqrt((wide * wide).sum(axis=-1, keepdims=True)).astype(x.dtype)
+    """Return the norms of rows, (n, m, 1), whose squares may be out of the range of floats."""
+    if not x.shape[-1]:
+        return xp.zeros((*x.shape[:-1], 1), x.dtype)
+    largest = abs(x).max(axis=-1, keepdims=True)
+    unit = xp.where((largest > 0) & xp.isfinite(largest), largest, x.dtype.type(1))
+    return unit * xp.sqrt(((x / unit) ** 2).sum(axis=-1, keepdims=True))
 
 
 def add_to_sinks(steps: Steps, x: Operands) -> None:

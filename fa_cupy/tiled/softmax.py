@@ -81,7 +81,11 @@ def own_share(
 
 
 def statistics(
-    steps: Any, n: int, m: int, scored: Iterable[tuple[tuple[int, int], Array | None]]
+    steps: Any,
+    n: int,
+    m: int,
+    scored: Iterable[tuple[tuple[int, int], Array | None]],
+    acc: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return maximum and sum of the weights of m queries of n batch entries, (n, m, 1) each.
 
@@ -90,8 +94,10 @@ def statistics(
     steps : _tiled.Steps
     n, m : int
     scored : iterable
-        ``((begin, end), scores)`` for each tile: which of the queries, and their scores, which are
-        overwritten; None where all are hidden.
+        ``((begin, end), scores)`` for each tile: which of the queries, and their scores, which
+        become weights; None where all are hidden.
+    acc : array, shape (n, m, dim), optional
+        Sums with these weights, which `scored` adds to: they are scaled as the weights are.
 
     Returns
     -------
@@ -99,11 +105,11 @@ def statistics(
         0 and 1 where nothing is seen.
     """
     xp, dtype = steps.xp, steps.dtype
-    empty = xp.empty((n, m, 0), dtype)
+    acc = xp.empty((n, m, 0), dtype) if acc is None else acc
     top, total = xp.full((n, m, 1), -np.inf, dtype), xp.zeros((n, m, 1), dtype)
     for (begin, end), scores in scored:
         if scores is not None:
             part = slice(begin, end)
-            rows = Rows(empty[:, part], top[:, part], total[:, part], started=True)
+            rows = Rows(acc[:, part], top[:, part], total[:, part], started=True)
             steps.softmax(rows, scores)
     return xp.where(top == -np.inf, dtype.type(0), top), xp.where(total == 0, dtype.type(1), total)

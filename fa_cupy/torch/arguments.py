@@ -6,8 +6,10 @@ An operator takes tensors, numbers and text. A score becomes its text, with its 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
+import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,6 +26,11 @@ from fa_cupy.dropout.arguments import probability, seed_of
 _BITS: weakref.WeakValueDictionary[int, BitMask] = weakref.WeakValueDictionary()
 _NUMBERS: dict[int, int] = {}  # by the id of a mask that lives
 _COUNT = itertools.count()
+
+# Masks that compiled calls have made of sparse matrices, by what is in them: nobody else holds them
+# until the backward pass.
+_OF_SPARSE: dict[bytes, BitMask] = {}
+_MOST_OF_SPARSE = 16
 
 # Texts of scores, with the dtypes and numbers of axes of their arrays -> scores without arrays.
 _SCORES: dict[Any, Score] = {}
@@ -170,10 +177,25 @@ def number(name: str, arg: str, value: Any, minimum: float = -math.inf) -> Any:
 
 def bits_of(name: str, arg: str, mask: Any) -> Any:
     """Return a sparse matrix as a BitMask, which is not compiled, and anything else as it is."""
-    return _bits_of_sparse(name, arg, mask) if checks.is_sparse(mask) else mask
+    if not checks.is_sparse(mask):
+        return mask
+    return _bits_of_sparse(name, arg, mask, torch.compiler.is_compiling())
 
 
-_bits_of_sparse = torch.compiler.disable(bits_of_sparse)
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _bits_of_sparse(name: str, arg: str, matrix: Any, hold: bool) -> BitMask:
+    """Return a sparse matrix as a BitMask; if `hold`, the same one for the same pairs.
+
+    Compiled code finds a mask by its number, and is compiled again for another one.
+    """
+    mask: BitMask = bits_of_sparse(name, arg, matrix)
+    if not hold:
+        return mask
+    key = hashlib.blake2b(pickle.dumps(mask)).digest()
+    mask = _OF_SPARSE[key] = _OF_SPARSE.pop(key, mask)  # as the last one
+    if len(_OF_SPARSE) > _MOST_OF_SPARSE:
+        del _OF_SPARSE[next(iter(_OF_SPARSE))]
+    return mask
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

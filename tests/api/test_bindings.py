@@ -1,6 +1,7 @@
 """All functions of `fa_cupy.torch` and `fa_cupy.jax`: values, gradients, compilation, errors."""
 
 import functools
+import gc
 import importlib
 import inspect
 
@@ -609,6 +610,32 @@ def test_torch_compile_leaves_sparse_masks_alone(torch, function, monkeypatch):
     torch.testing.assert_close(call(x), function(fa_cupy.torch, x, torch.tensor(MASK)))
     assert traced
     assert not any(traced)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["attention", "scaled_dot_product_attention"])
+def test_torch_compile_holds_what_it_makes_of_sparse_masks(torch, name):
+    """Until the backward pass, and for the next call with the same pairs."""
+    sparse = pytest.importorskip("scipy.sparse")
+    import fa_cupy.torch
+    from fa_cupy.torch import arguments
+
+    torch._dynamo.reset()
+    arguments._OF_SPARSE.clear()
+    arg = "mask" if name == "attention" else "attn_mask"
+    function = getattr(fa_cupy.torch, name)
+    call = torch.compile(lambda x, mask: function(x, x, x, **{arg: mask}), backend="aot_eager")
+    x = torch.tensor(draw((5, 3))[0], requires_grad=True)
+    other = np.roll(MASK, 1, axis=0)
+    for dense in (MASK, MASK, other):
+        out = call(x, sparse.csr_array(dense))
+        gc.collect()
+        (found,) = torch.autograd.grad(out.sum(), x)
+        want = function(x, x, x, **{arg: torch.tensor(dense)})
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(found, torch.autograd.grad(want.sum(), x)[0])
+    assert len(arguments._OF_SPARSE) == 2
+    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -323,23 +323,52 @@ def test_two_keys_of_merged_results_share_a_weight_of_one(xp, scale):
     assert 0.4 < first.mean() < 0.6
 
 
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE])
 @pytest.mark.parametrize("size", [0.0, 1e3, 1e6, 1e12])
 @pytest.mark.parametrize("how", ["mask", "causal"])
-def test_a_large_key_that_is_hidden_beside_merged_results(xp, tile_size, how, size):
+def test_a_large_key_that_is_hidden_beside_merged_results(tile_size, how, size, dtype):
     """What a query does not see says nothing of how its scores are rounded."""
     n = 40
-    q, k = np.full((n, 8), 20, SINGLE), np.full((n, 8), 10, SINGLE)
+    q, k = np.full((n, 8), 20, dtype), np.full((n, 8), 10, dtype)
     k[-1] = size
-    mask = xp.asarray(np.arange(n) < n - 1)
-    options = {"mask": mask} if how == "mask" else {"is_causal": True}
-    q, k, ones, dout = map(xp.asarray, (q, k, *np.ones((2, n, 1), SINGLE)))
-    dout[-1] = 0  # the one query that sees this key where attention is causal
+    options = {"mask": np.arange(n) < n - 1} if how == "mask" else {"is_causal": True}
+    ones = np.ones((n, 1), dtype)
+    dout = ones * (np.arange(n) < n - 1)[:, None]  # not of the one that sees it, if causal
     _, lse = attention(q, k, ones, scale=1.0, return_lse=True, **options)
-    lse = lse + np.float32(np.log(2))  # as many keys elsewhere have the same weights
+    more = lse + lse.dtype.type(np.log(2))  # as many keys elsewhere have the same weights
     (dv,) = attention_backward(
-        dout, q, k, ones, ones / 2, lse, scale=1.0, need=["v"], **options
+        dout.astype(dtype), q, k, ones, ones / 2, more, scale=1.0, need=["v"], **options
     )  # fmt: skip
-    np.testing.assert_allclose(to_numpy(dv).sum(), (n - 1) / 2, rtol=1e-3)
+    np.testing.assert_allclose(dv.sum(), (n - 1) / 2, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "q", "k", "bias", "scale"),
+    [
+        (DOUBLE, [1e-204] * 2, [[1e200] * 2] * 4, 0, 2048.0),
+        (DOUBLE, [1e160] * 2, [[1e-164] * 2] * 4, 0, 2048.0),
+        (DOUBLE, [1e170] * 2, [[1e-100] * 2] * 4, 0, 1e-67),
+        (SINGLE, [1e20] * 2, [[1e20] * 2] * 4, 0, 1e-37),
+        # Keys that are long, and have no weight.
+        (SINGLE, [0, 8], [[0, 1], [1e6, 0], [0, 1], [0, 1]], [5000, 0, 5000, 5000], 1.0),
+        (SINGLE, [0, 2**-7], [[0, 1], [1e9, 0], [0, 1], [1e9, 1]], [0, -1e9, 0, -1e9], 1024.0),
+    ],
+)
+def test_shares_of_merged_halves(dtype, q, k, bias, scale):
+    q, k, v = np.array([q], dtype), np.array(k, dtype), np.eye(4, dtype=dtype)
+    dout, bias = np.ones((1, 4), dtype), np.broadcast_to(np.array(bias, dtype), (1, 4))
+    options = {"return_lse": True, "scale": scale}
+    halves = slice(2), slice(2, 4)
+    found = [attention(q, k[x], v[x], bias[:, x], **options) for x in halves]
+    out, lse = merge_attention(*zip(*found, strict=True))
+    del options["return_lse"]
+    shares = [
+        attention_backward(
+            dout, q, k[x], v[x], out, lse, bias[:, x], need=["v"], **options
+        )[0][:, 0]
+        for x in halves
+    ]  # fmt: skip
+    np.testing.assert_allclose(np.concatenate(shares), out[0], rtol=1e-3, atol=1e-30)
 
 
 def test_tiles_of_ordinary_rows_take_no_second_pass(monkeypatch):
