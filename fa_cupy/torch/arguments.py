@@ -27,8 +27,8 @@ _BITS: weakref.WeakValueDictionary[int, BitMask] = weakref.WeakValueDictionary()
 _NUMBERS: dict[int, int] = {}  # by the id of a mask that lives
 _COUNT = itertools.count()
 
-# Masks that compiled calls have made of sparse matrices, by what is in them: nobody else holds them
-# until the backward pass.
+# Masks that compiled calls have made of sparse matrices, by what is in them: the caller does not
+# hold them until the backward pass.
 _OF_SPARSE: dict[bytes, BitMask] = {}
 _MOST_OF_SPARSE = 16
 
