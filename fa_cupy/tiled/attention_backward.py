@@ -163,9 +163,12 @@ def row_statistics(
 
     def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
         for keys in columns:
+            tiles = [*row_tiles(problem, keys, tile_m, x.columns, rows)]
+            if not tiles:
+                continue
             k = steps.operand("k", x.k[:, slice(*keys)])
             of_keys = norms_of(xp, k).swapaxes(-1, -2)
-            for some in row_tiles(problem, keys, tile_m, x.columns, rows):
+            for some in tiles:
                 queries = attention.queries_of(steps, problem, x, *some)
                 scores = attention.scores_of(steps, problem, x, queries, some, 0, keys, k)
                 part = some[0] - rows[0], some[1] - rows[0]

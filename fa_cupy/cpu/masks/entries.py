@@ -231,7 +231,6 @@ def padded(
     With each come the first and the last of its queries, counted from ``rows[0]``, and the norms of
     its keys. Scores are those of `attend`, to the last bit.
     """
-    of_keys = norms_of(np, x.k)[..., 0]
     for chunk in entries.chunks(*rows):
         scores = scores_of(steps, problem, x, chunk)
         place = np.arange(len(chunk.keys)) - np.repeat(chunk.begin[:-1], chunk.counts)
@@ -239,7 +238,8 @@ def padded(
         tile = np.full(shape, -np.inf, steps.dtype)
         norms = np.zeros(shape, steps.dtype)
         tile[:, chunk.rows - chunk.row_begin, place] = scores
-        norms[:, chunk.rows - chunk.row_begin, place] = of_keys[:, chunk.keys]
+        of_keys = norms_of(np, x.k[:, chunk.keys])[..., 0]
+        norms[:, chunk.rows - chunk.row_begin, place] = of_keys
         yield (chunk.row_begin - rows[0], chunk.row_end - rows[0]), tile, norms
 
 
