@@ -25,20 +25,23 @@ FA_DEVICE void look_for_far_rows(SharedStorage& shared) {
 FA_DEVICE float exp_of_difference(float x, float y) { return ex2_approx_ftz((x - y) * kLog2e); }
 
 // The largest score of a row, and the sum of exponentials relative to it, NaN where scores may have
-// lost digits that count.
+// lost digits that count.  Also the sum of squares of the keys' factors, by the same weights: how a
+// log-sum-exp is rounded follows from the keys that have a weight.
 struct RowStatistics {
-  float row_max = kNoMaxFp32, row_sum = 0.0f;
+  float row_max = kNoMaxFp32, row_sum = 0.0f, row_squares = 0.0f;
 
-  __device__ __forceinline__ void merge(float other_max, float other_sum) {
-    const float most = fmaxf(row_max, other_max);
-    row_sum =
-        row_sum * exp_of_difference(row_max, most) + other_sum * exp_of_difference(other_max, most);
+  __device__ __forceinline__ void merge(const RowStatistics& other) {
+    const float most = fmaxf(row_max, other.row_max);
+    const float own = exp_of_difference(row_max, most);
+    const float of_other = exp_of_difference(other.row_max, most);
+    row_sum = row_sum * own + other.row_sum * of_other;
+    row_squares = row_squares * own + other.row_squares * of_other;
     row_max = most;
   }
-  __device__ __forceinline__ void add(float score) {
+  __device__ __forceinline__ void add(float score, float key_factor) {
     if (score == -FA_INFINITY) return;
     if (score == score) {
-      merge(score, 1.0f);
+      merge({score, 1.0f, key_factor * key_factor});
     } else {
       row_sum = score;
     }
@@ -47,16 +50,17 @@ struct RowStatistics {
 
 // Puts what replaces a far LSE into a row, here and in memory.
 FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, int r,
-                           float largest_key, RowStatistics statistics) {
+                           RowStatistics statistics) {
   const uint32 entry = shared.work.entry;
   const int query = shared.work.first_own + r;
-  statistics.add(static_cast<float>(load_sink_fp64(params.common, entry, query)));
+  statistics.add(static_cast<float>(load_sink_fp64(params.common, entry, query)), 0.0f);
   if (!(statistics.row_sum > 0.0f)) return;
   const float lse = shared.own_rows[kShift][r];
   const float own_lse = statistics.row_max + logf(statistics.row_sum);
   float rounding = kLseToleranceFp32 * fabsf(lse);
   if constexpr (!kSoftcap && !kExpression) {  // scores are products, whose terms may cancel
-    const float factor = shared.own_rows[kQFactor][r] * largest_key * 32768.0f;
+    const float key_factor = sqrtf(statistics.row_squares / statistics.row_sum);
+    const float factor = shared.own_rows[kQFactor][r] * key_factor * 32768.0f;
     const float product = factor * factor * fabsf(params.common.scale);
     rounding = fmaxf(rounding, kProductToleranceFp32 * product);
   }
@@ -71,23 +75,20 @@ FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, i
 }
 
 // Of the rows of a thread.
-struct Statistics {
-  RowStatistics rows[kMmaM][2];
-  float largest_key = 0.0f;  // the largest factor of the keys that this lane has looked at
-};
+using Statistics = RowStatistics[kMmaM][2];
 
 // Adds the scores of keys from `row` of a tile on.
 FA_DEVICE void add_scores(const SharedStorage& shared, int stage, int row, Statistics& statistics,
                           const Scores& s) {
+  const float2* factors = other_pairs(shared, stage, kKFactor, row);
 #pragma unroll
-  for (int r = 0; r < kPart; r += 32) {
-    const float factor = shared.other_rows[stage][kKFactor][row + r + tid_x_again() % 32 % kPart];
-    statistics.largest_key = fmaxf(statistics.largest_key, factor);
-  }
+  for (int n = 0; n < kMmaN; ++n) {
+    const float2 two = factors[4 * n];
 #pragma unroll
-  for (int m = 0; m < kMmaM; ++m) {
+    for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
-    for (int e = 0; e < 4 * kMmaN; ++e) statistics.rows[m][e % 4 / 2].add(s[m][e / 4][e % 4]);
+      for (int e = 0; e < 4; ++e) statistics[m][e / 2].add(s[m][n][e], of_pair(two, e));
+    }
   }
 }
 
@@ -95,18 +96,16 @@ FA_DEVICE void add_scores(const SharedStorage& shared, int stage, int row, Stati
 FA_DEVICE void replace_far(const BwdFp32Params& params, SharedStorage& shared,
                            Statistics& statistics) {
   const int lane = tid_x_again() % 32;
-  const uint32 bits = __reduce_max_sync(kFullWarp, __float_as_uint(statistics.largest_key));
-  const float largest_key = __uint_as_float(bits);  // factors are positive
 #pragma unroll
   for (int i = 0; i < 2 * kMmaM; ++i) {
-    RowStatistics& own = statistics.rows[i / 2][i % 2];
+    RowStatistics& own = statistics[i / 2][i % 2];
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
-      const float other_max = __shfl_xor_sync(kFullWarp, own.row_max, step);
-      own.merge(other_max, __shfl_xor_sync(kFullWarp, own.row_sum, step));
+      own.merge({__shfl_xor_sync(kFullWarp, own.row_max, step),
+                 __shfl_xor_sync(kFullWarp, own.row_sum, step),
+                 __shfl_xor_sync(kFullWarp, own.row_squares, step)});
     }
     const int r = warp_row() + 8 * i + lane / 4;
-    if (lane % 4 == 0 && is_far(shared.own_rows[kShift][r]))
-      replace_lse(params, shared, r, largest_key, own);
+    if (lane % 4 == 0 && is_far(shared.own_rows[kShift][r])) replace_lse(params, shared, r, own);
   }
 }

@@ -283,10 +283,16 @@ def test_the_weight_of_a_single_key_is_one(size, truncating):
     check_single_keys(D32, size, truncating=truncating)
 
 
-def check_more_keys(rows, **call):
-    """As of merged results, where a call with half of the keys has half of the weights."""
+def check_more_keys(rows, size=1.0, **call):
+    """As of merged results, where a call with half of the keys has half of the weights.
+
+    Keys of this size, one that is seen with a weight of 0 and some that are not, do not count.
+    """
     arrays = arrays_of(rows, (80, 90))
     arrays[2][..., 0], arrays[1][..., 0] = 1, 2.0**10  # scores are far
+    arrays[1][..., 1] = 1
+    arrays[2][..., 7, 1], arrays[2][..., 80:, 1] = -size, size
+    call = {**TOP_LEFT, **call}
     *_, whole = solve(rows, arrays, **call)
     real = reference.attention
 
@@ -300,8 +306,9 @@ def check_more_keys(rows, **call):
     np.testing.assert_allclose(2 * half, whole, rtol=1e-3, atol=1e-4)
 
 
-def test_a_log_sum_exp_of_more_keys_is_used_as_given():
-    check_more_keys(D32)
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e12])
+def test_a_log_sum_exp_of_more_keys_is_used_as_given(size):
+    check_more_keys(D32, size)
 
 
 def test_a_row_of_nothing_but_padding():
@@ -412,6 +419,10 @@ BUGS = {
         "dq", "covers_more_keys = lse - own_lse > rounding;",
         "covers_more_keys = false;",
     ),
+    "keys without a weight count": (
+        "dq", "row_squares = row_squares * own + other.row_squares * of_other;",
+        "row_squares = fmaxf(row_squares, other.row_squares);",
+    ),
     "the gradient of the LSE is added": (
         "preprocess", "product - (params.dlse == nullptr", "product + (params.dlse == nullptr",
     ),
@@ -449,7 +460,7 @@ def test_a_planted_bug_is_found(bug, tmp_path):
             for arrays, by_row, options in cases():
                 check(D32, arrays, by_row=by_row, seed=seed, **options, **more)
         check_single_keys(D32, 1e6, truncating=True, **more)
-        check_more_keys(D32, **more)
+        check_more_keys(D32, 1e6, **more)
 
     with pytest.raises((emulator.EmulationError, AssertionError)):
         compare(sources=sources)

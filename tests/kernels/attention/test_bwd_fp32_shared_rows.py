@@ -91,6 +91,10 @@ def test_any_mask(heads, own, lengths, band, spoiled, far, seed):
     check_mask(MASKED, 0.0, (8, 16), size, heads, own, lengths, band, spoiled, seed)
 
 
+def test_a_log_sum_exp_of_more_keys_is_used_as_given():
+    of_mma.check_more_keys(ROWS, 1e6)
+
+
 @pytest.mark.parametrize(
     ("axes", "softcap"),
     only(

@@ -208,6 +208,11 @@ def test_the_weight_of_a_single_key_is_one(size, truncating):
     of_mma.check_single_keys(D64, size, ORDERED, truncating=truncating)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_a_log_sum_exp_of_more_keys_is_used_as_given(size):
+    of_mma.check_more_keys(D64, size)
+
+
 def test_rows_of_no_pair_are_zeros():
     arrays = arrays_of(D64, (190, 20))
     dq, _, _ = of_mma.check(D64, arrays, window=(3, 0), causal_align="top_left")
