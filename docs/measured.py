@@ -277,7 +277,7 @@ CPU_COLUMNS = {
     "torch": "PyTorch",
     "jax": "JAX",
     "numpy": "NumPy",
-    "numpy_checked": "with checks",
+    "numpy_checked": "NumPy with checks",
 }
 
 
@@ -312,13 +312,14 @@ def cpu_table(title, kinds, rows):
     cases = [row["case"] for row in rows if row["case"].split()[1] in kinds]
     over = report.ratios(rows, {})
     found = {(row["case"], row["impl"]): row for row in rows}
+    impls = [impl for impl in CPU_COLUMNS if any(row["impl"] == impl for row in rows)]
     lines = []
     for case in dict.fromkeys(cases):
-        here = [found.get((case, impl)) for impl in CPU_COLUMNS]
+        here = [found.get((case, impl)) for impl in impls]
         peers = [of[case] for of in over.values() if case in of]
         cells = [cpu_cell(row) if row else "-" for row in here]
         lines.append((cpu_case(case), *cells, f"{min(peers):.2f}" if peers else "-"))
-    head = ("µs", *CPU_COLUMNS.values(), "times as fast")
+    head = ("µs", *(CPU_COLUMNS[impl] for impl in impls), "times as fast")
     return f".. rubric:: {title}\n\n{table(head, lines)}" if lines else ""
 
 

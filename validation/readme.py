@@ -206,13 +206,21 @@ def front() -> Table:
     grads, grads_mean, grads_least = found.mean("attention_bwd", "cudnn")
     known = report.best_peers(found.facts, "attention_fwd")
     fa3 = [f"{known[SUMMARY[i][2]]['fa3']:.0f}" for i in range(3)]
+    in_gradients = [_fa3_backward(found, SUMMARY[i][2]) for i in (3, 4)]
     said = (
         f"Over {count} cases of attention the geometric mean is {mean:.2f} times cuDNN, the lowest"
         f" {least:.2f}; over {grads} cases of gradients, {grads_mean:.2f} and {grads_least:.2f}."
         " FlashAttention-3, measured on an H200 in another run, reaches"
-        f" {fa3[0]}, {fa3[1]} and {fa3[2]} TFLOP/s in the first three rows."
+        f" {fa3[0]}, {fa3[1]} and {fa3[2]} TFLOP/s in the first three rows, and in gradients"
+        f" {in_gradients[0]} and {in_gradients[1]}."
     )
     return table._replace(said=said)
+
+
+def _fa3_backward(found: Results, case: str) -> str:
+    """The TFLOP/s of FlashAttention-3 in gradients, where it is the best known peer."""
+    known = report.best_peers(found.facts, "attention_bwd")[case]
+    return f"{known['tflops']:.0f}" if known["best"] == "fa3" else "-"
 
 
 def forward() -> Table:
@@ -240,19 +248,20 @@ def forward() -> Table:
 
 
 def backward() -> Table:
-    """Gradients of attention and cuDNN's."""
+    """Gradients of attention and its peers: cuDNN and FlashAttention-3."""
     found = Results("h200")
     rows = []
     for dim in (64, 128, 256):
-        cells = [
-            found.cell("attention_bwd", f"bf16 hd{dim} {mask} 4096x4", impl)
-            for mask in ("full", "causal")
-            for impl in ("fa_cupy", "cudnn")
-        ]
+        cells = []
+        for mask in ("full", "causal"):
+            case = f"bf16 hd{dim} {mask} 4096x4"
+            cells += [found.cell("attention_bwd", case, impl) for impl in ("fa_cupy", "cudnn")]
+            cells.append(_fa3_backward(found, case))
         rows.append([str(dim), *cells])
+    names = ("fa_cupy", "cuDNN", "FlashAttention-3")
     count, mean, least = found.mean("attention_bwd", "cudnn")
     return Table(
-        ["head_dim, 4096x4", "fa_cupy", "cuDNN", "causal: fa_cupy", "causal: cuDNN"],
+        ["head_dim, 4096x4", *names, *(f"causal: {name}" for name in names)],
         rows,
         f"Over {count} cases (lengths 1,024 to 16,384) the geometric mean is {mean:.2f} times"
         f" cuDNN, the lowest {least:.2f}.",

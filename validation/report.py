@@ -60,7 +60,7 @@ def ratios(rows: Sequence[store.Row], known: Mapping[str, Any]) -> dict[str, dic
 
 def shown(row: store.Row, form: str = "") -> str:
     """What a row has, as a number in a table: short times with a digit more."""
-    if not row["value"]:
+    if "failed" in row:
         return "failed"
     value = float(row["value"])
     digits = int(row.get("unit") in TIMES and value < 100)

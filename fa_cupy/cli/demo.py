@@ -191,13 +191,15 @@ def _run(options: argparse.Namespace) -> None:
     noisy = original + noise
 
     rows, columns, _ = original.shape
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if cupy:
         device = cupy.cuda.Device()
         name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
         where, usual = {"xp": cupy, "sync": device.synchronize}, SHORT
     else:
-        name, where, usual = f"CPU, {threads} threads", {}, "float32"
+        from fa_cupy.cpu import thread_pool
+
+        threads = thread_pool.allowed()
+        name, where, usual = f"CPU, {threads} thread{'s' * (threads != 1)}", {}, "float32"
 
     def run(dtype: str, reach: int | None = REACH) -> Result:
         return denoise(noisy, options.sigma, dtype=_dtype(dtype), reach=reach, **where)

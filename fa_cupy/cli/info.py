@@ -13,7 +13,7 @@ from pathlib import Path
 from fa_cupy import __version__
 from fa_cupy.cli import cuda_extra
 from fa_cupy.core.linear_problem import ALGORITHMS
-from fa_cupy.cpu import blas
+from fa_cupy.cpu import blas, thread_pool
 from fa_cupy.cpu.products.executor import Machine
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc, remedies
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
@@ -136,13 +136,14 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         f"{dtype}, {entries} x {q_len} queries x {k_len} keys, head_dim {head_dim}, v_dim {v_dim}"
         f"{', causal' if options.causal else ''}: {flop / 1e12:.3g} TFLOP",
     )
-    yield "NumPy", "tiled NumPy, on all cores"
+    threads = thread_pool.allowed()
+    yield "NumPy", f"tiled NumPy, on {threads} thread{'s' * (threads != 1)}"
     if q_len == k_len:
         parts = Machine.segments(k_len, entries)
-        yield "", f"causal_product: chunked, {parts} segments a sequence"
+        yield "", f"causal_product: chunked, {parts} segment{'s' * (parts != 1)} a sequence"
     target = options.target or devices.current_target()
     if target is None:
-        yield "CuPy", "no device here; --target asks for one that is not"
+        yield "CuPy", "no device here; name one with --target, as in --target sm_90a"
         return
     sizes = dtype, entries, q_len, k_len, head_dim, v_dim
     yield from _attention(*sizes, target)

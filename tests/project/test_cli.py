@@ -21,6 +21,7 @@ from fa_cupy.cli.warmup import (
     serving_splitkv,
 )
 from fa_cupy.core import attention_problem
+from fa_cupy.cpu import thread_pool
 from fa_cupy.gpu.driver import compile, cubin_cache, devices
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
@@ -165,8 +166,9 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
             "sm_90a: attention_fwd_fp64-float64-d256",
         ),
         (["--v-dim", "300", "--target", "sm_80"], "sm_80: tiled CuPy"),
+        ([], f"NumPy       tiled NumPy, on {thread_pool.allowed()} thread"),
         (["--causal"], "causal: 0.275 TFLOP"),
-        ([], "causal_product: chunked, 1 segments a sequence"),
+        ([], "causal_product: chunked, 1 segment a sequence"),
         (["--dtype", "float64", "--target", "sm_80"], "linear_chunk_fp64-float64-d128"),
         (["--k-len", "2048"], "64 x 4096 queries x 2048 keys, head_dim 128, v_dim 128: 0.275"),
         ([], "no device here"),
