@@ -47,7 +47,8 @@ def causal_product(
         Keys, of the same library, device and dtype.
     v : array, shape (..., L, M)
         Values. With 4 axes or more in each of `q`, `k` and `v`, the keys and values may have fewer
-        heads (axis -3) than the queries, if their number divides that of the queries.
+        heads (axis -3) than the queries: numbers that divide that of the queries, and one of which
+        divides the other.
     initial_state : array, shape (..., E, M), optional
         The sum before the first row: the state that a call for earlier rows returned, or any array
         of float32 (float64 for float64 input). Its batch axes broadcast with the others. Where `q`,

@@ -119,7 +119,7 @@ def _product(q: Any, k: Any, v: Any, comm: Communicator, reverse: Any, return_st
         halves = None
         if native.backend == "cupy" and not return_state:
             halves = _gpu(q).forward(problem, q, k, v, bool(reverse), record)
-        state = _linear_attention.prefix_state(k, v) if halves is None else halves.state()
+        state = _own_state(k, v) if halves is None else halves.state()
         (before,) = _states_before(comm, xp, [(state, bool(reverse))], name)
         if halves is not None:
             return native.give_back(halves.finish(before))
@@ -205,7 +205,7 @@ def _gradients(
         if halves is not None:
             state, after = halves.states()
         else:
-            state = _linear_attention.prefix_state(k, v)
+            state = _own_state(k, v)
             after = _linear_attention.prefix_state(q, dout)
             after = broadcasting.summed(after, problem.state_shape)
         directions = [(state, bool(reverse)), (after, not reverse)]
@@ -306,6 +306,19 @@ def linear_attention(
             q, k, v, is_causal=is_causal, initial_state=state, **options
         )
         return native.give_back(result)
+
+
+def _own_state(k: Any, v: Any) -> Any:
+    """Return the sum over all own rows, whose arrays may have different numbers of heads."""
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (k, v)]
+    few, many = min(heads), max(heads)
+    if not 1 < few < many:
+        return _linear_attention.prefix_state(k, v)
+    groups = (
+        x.reshape(*x.shape[:-3], few, x.shape[-3] // few, *x.shape[-2:]) for x in (k, v)
+    )  # which is a view
+    state = _linear_attention.prefix_state(*groups)
+    return state.reshape(*state.shape[:-4], many, *state.shape[-2:])
 
 
 def _three(found: Iterable[Any]) -> tuple[Any, Any, Any]:

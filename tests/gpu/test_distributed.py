@@ -152,11 +152,12 @@ def test_a_value_that_is_nan_counts_unless_it_is_hidden(ranks, dtype, hidden):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_causal_products(ranks, dtype, reverse):
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (1, 4)], ids=str)
+def test_causal_products(ranks, dtype, reverse, heads):
     """Compared with one GPU; and the same bits again."""
     q, k, v, dout = (normal(2, 4, 1000, 64, dtype=dtype, seed=i) for i in range(4))
     q, k = (x * np.asarray(0.125, x.dtype) for x in (q, k))
-    k, v = k[:, :2], v[:, :2]
+    k, v = k[:, : heads[0]], v[:, : heads[1]]
     whole = [on_device(x) for x in (q, k, v)]
     wanted = [fa_cupy.causal_product(*whole, reverse=reverse)]
     wanted += fa_cupy.causal_product_backward(on_device(dout), *whole, reverse=reverse)

@@ -192,7 +192,7 @@ class ProductCase(NamedTuple):
     """A whole problem of causal products."""
 
     dtype: str
-    heads: tuple[int, int]
+    heads: tuple[int, int, int]  # of queries, keys and values
     length: int
     cuts: tuple[float, ...]
     reverse: bool
@@ -206,7 +206,7 @@ def product_cases(draw: Any, size: int) -> ProductCase:
     """Problems for some ranks."""
     return ProductCase(
         dtype=draw(st.sampled_from([*DTYPES])),
-        heads=draw(st.sampled_from([(1, 1), (4, 2), (3, 3)])),
+        heads=draw(st.sampled_from([(1, 1, 1), (4, 2, 2), (3, 3, 3), (4, 4, 2), (8, 2, 4)])),
         length=draw(st.integers(0, 60)),
         cuts=draw(st.just(()) | st.tuples(*[st.floats(0, 1)] * (size - 1))),
         reverse=draw(st.booleans()),
@@ -219,10 +219,10 @@ def product_cases(draw: Any, size: int) -> ProductCase:
 def check_products(case: ProductCase, comm: Any) -> None:
     """Compare products, their gradients, states and linear attention of a rank with one call."""
     rng = np.random.default_rng(case.seed)
-    q_heads, k_heads = case.heads
+    q_heads, k_heads, v_heads = case.heads
     rows = [
         (2, heads, case.length, dim)
-        for heads, dim in ((q_heads, 5), (q_heads, 6), (k_heads, 6), (k_heads, 5))
+        for heads, dim in ((q_heads, 5), (q_heads, 6), (k_heads, 6), (v_heads, 5))
     ]
     whole = [(0.3 * rng.standard_normal(x)).astype(DTYPES[case.dtype]) for x in rows]
     parts = Parts(comm, "contiguous", case.cuts)
