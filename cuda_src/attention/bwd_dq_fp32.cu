@@ -28,7 +28,7 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, SharedStorage& share
       multiply_arrays(shared, 0, 0, row, s);
       make_scores(params, work, part_of(params, work, at, row), s, [](int, int, int, float) {});
       check_range(shared, 0, row, s, unused);
-      add_scores(shared, 0, row, statistics, s);
+      add_scores(params, shared, 0, row, statistics, s);
     }
     __syncthreads();  // all have read the tile
   }

@@ -26,7 +26,7 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, TileStorage& shared,
     multiply_scores(shared, stage, s);
     make_scores(params, work, part_of(params, work, at, 0), s, [](int, int, int, float) {});
     check_range(shared, stage, 0, s, unused);
-    add_scores(shared, stage, 0, statistics, s);
+    add_scores(params, shared, stage, 0, statistics, s);
     release_per_lane(shared.empty[stage][0]);
     release_per_lane(shared.empty[stage][1]);
     pipeline.advance();
@@ -82,7 +82,7 @@ FA_DEVICE void find_shared_statistics(const BwdFp32Params& params, TileStorage& 
       add_up(shared, stage, 0, products, s);
       make_scores(params, work, part_of(params, work, at, 0), s, [](int, int, int, float) {});
       check_range(shared, stage, 0, s, unused);
-      add_scores(shared, stage, 0, statistics, s);
+      add_scores(params, shared, stage, 0, statistics, s);
     } else {
       wait_for_array(shared, pipeline, 1);
       release_per_lane(shared.empty[stage][1]);

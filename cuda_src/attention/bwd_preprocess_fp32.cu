@@ -97,7 +97,7 @@ FA_DEVICE void prepare_query(const BwdFp32Params& params, int64 index) {
   to[kShift * step] = lse;
   to[kFactor * step] = 1.0f;
   to[kDelta * step] = delta;
-  to[kExactDifference * step] = FA_NAN;
+  to[kExactDifference * step] = to[kExactRest * step] = FA_NAN;
   to[kQFactor * step] = q;
   to[kDoutFactor * step] = of_dout;
   to[kQLimit * step] = counts && q > 0.0f ? q * of_score : 0.0f;

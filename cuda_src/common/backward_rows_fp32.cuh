@@ -16,8 +16,9 @@ enum QueryField : int {
   kDoutFactor,
   kQLimit,
   kDoutLimit,
-  kQueryFields,                    // of what kernels copy to shared memory
-  kExactDifference = kQueryFields  // see exact_difference
+  kQueryFields,                     // of what kernels copy to shared memory
+  kExactDifference = kQueryFields,  // see exact_difference: a number in two parts
+  kExactRest
 };
 enum KeyField : int { kKFactor, kVFactor, kKLimit, kVLimit, kKeyFields };
 // backward_fp32.py holds the same fields in the same order.  `rows` are those of QueryField.
@@ -79,9 +80,9 @@ FA_DEVICE RowByHand row_by_hand(const BwdFp32Params& params, const WorkTile& wor
 }
 
 // What is to be added to a row's shift, by a warp: for one that is a largest score the difference
-// to the exact one, for a log-sum-exp likewise.  With a factor of 1 it may be either; one that is
-// far from both is that of more keys, and stays.
-FA_DEVICE float find_exact_difference(const RowByHand& row) {
+// to the exact one, for a log-sum-exp likewise.  One that is far from it is that of more keys, and
+// stays.
+FA_DEVICE double find_exact_difference(const RowByHand& row, bool of_largest_score) {
   const BwdFp32Params& params = row.params;
   const auto& band = band_of(params.common, row.work);
   double most = load_sink_fp64(params.common, row.entry, row.query);
@@ -95,20 +96,24 @@ FA_DEVICE float find_exact_difference(const RowByHand& row) {
     sum = sum * exp_fp64(fmax(most - larger, -700.0)) + exp_fp64(fmax(score - larger, -700.0));
     most = larger;
   }
-  if (row.factor != 1.0f) return static_cast<float>(most - row.shift);
+  if (of_largest_score) return most - row.shift;
   const double difference = most + log(sum) - row.shift;
   return fabs(difference) < 1.0 + fabs(row.shift) / 1024.0 ? difference : 0.0;
 }
 
 // What is to be added to a far row's shift.  It is found when it is wanted first: warps that want
-// it at the same time find and write the same number.
-FA_DEVICE float exact_difference(const RowByHand& row) {
+// it at the same time find and write the same number.  Before, it is NaN, or infinite if the shift is
+// a largest score.  Its first part alone would be too coarse where products are large.
+FA_DEVICE double exact_difference(const RowByHand& row) {
+  const int64 step = query_fields_step(row.params);
   float* known = row.params.rows + first_row_of<false>(row.params, row.entry) + row.query +
-                 kExactDifference * query_fields_step(row.params);
-  float difference = *known;
-  if (difference != difference) {
-    difference = find_exact_difference(row);
-    if (threadIdx.x % 32 == 0) *known = difference;
+                 kExactDifference * step;
+  const float high = known[0], low = known[step];
+  if (fabsf(high) < FA_INFINITY && low == low) return static_cast<double>(high) + low;
+  const double difference = find_exact_difference(row, high == FA_INFINITY);
+  if (threadIdx.x % 32 == 0) {
+    known[0] = static_cast<float>(difference);
+    known[step] = static_cast<float>(difference - known[0]);
   }
   return difference;
 }

@@ -3,10 +3,10 @@
 #pragma once
 #include "cuda_src/common/backward_fp32.cuh"
 
-// An LSE that is larger than that of a row's own scores by more than a part of itself, or of the
-// largest product that there might be, is one of more keys: results over parts of the keys were
-// merged.  Less is rounding: of an LSE by two units in the last place, of what its products lose,
-// which are more where a score has more of them.
+// An LSE that is larger than that of a row's own scores by more than a part of itself, and than
+// that of the scores without rounding, is one of more keys: results over parts of the keys were
+// merged.  Less is rounding: of an LSE by two units in the last place, of a score by a part of the
+// largest product that there might be, which is larger where a score has more products.
 constexpr float kLseToleranceFp32 = 1.0f / (1 << 21);
 constexpr float kProductToleranceFp32 = 1.0f / (kDim > 128 ? 1 << 21 : 1 << 22);
 // The largest score of a row that has seen no key: finite, so that no difference of two is NaN.
@@ -25,23 +25,22 @@ FA_DEVICE void look_for_far_rows(SharedStorage& shared) {
 FA_DEVICE float exp_of_difference(float x, float y) { return ex2_approx_ftz((x - y) * kLog2e); }
 
 // The largest score of a row, and the sum of exponentials relative to it, NaN where scores may have
-// lost digits that count.  Also the sum of squares of the keys' factors, by the same weights: how a
-// log-sum-exp is rounded follows from the keys that have a weight.
+// lost digits that count.  Also the largest score that there might be without rounding: of a key
+// that is much longer than the one with the largest score, whose products cancel.
 struct RowStatistics {
-  float row_max = kNoMaxFp32, row_sum = 0.0f, row_squares = 0.0f;
+  float row_max = kNoMaxFp32, row_sum = 0.0f, row_bound = kNoMaxFp32;
 
   __device__ __forceinline__ void merge(const RowStatistics& other) {
     const float most = fmaxf(row_max, other.row_max);
-    const float own = exp_of_difference(row_max, most);
-    const float of_other = exp_of_difference(other.row_max, most);
-    row_sum = row_sum * own + other.row_sum * of_other;
-    row_squares = row_squares * own + other.row_squares * of_other;
+    row_sum = row_sum * exp_of_difference(row_max, most) +
+              other.row_sum * exp_of_difference(other.row_max, most);
     row_max = most;
+    row_bound = fmaxf(row_bound, other.row_bound);
   }
-  __device__ __forceinline__ void add(float score, float key_factor) {
+  __device__ __forceinline__ void add(float score, float rounding) {
     if (score == -FA_INFINITY) return;
     if (score == score) {
-      merge({score, 1.0f, key_factor * key_factor});
+      merge({score, 1.0f, score + rounding});
     } else {
       row_sum = score;
     }
@@ -55,16 +54,10 @@ FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, i
   const int query = shared.work.first_own + r;
   statistics.add(static_cast<float>(load_sink_fp64(params.common, entry, query)), 0.0f);
   if (!(statistics.row_sum > 0.0f)) return;
-  const float lse = shared.own_rows[kShift][r];
-  const float own_lse = statistics.row_max + logf(statistics.row_sum);
-  float rounding = kLseToleranceFp32 * fabsf(lse);
-  if constexpr (!kSoftcap && !kExpression) {  // scores are products, whose terms may cancel
-    const float key_factor = sqrtf(statistics.row_squares / statistics.row_sum);
-    const float factor = shared.own_rows[kQFactor][r] * key_factor * 32768.0f;
-    const float product = factor * factor * fabsf(params.common.scale);
-    rounding = fmaxf(rounding, kProductToleranceFp32 * product);
-  }
-  const bool covers_more_keys = lse - own_lse > rounding;
+  const float lse = shared.own_rows[kShift][r], log_sum = logf(statistics.row_sum);
+  const float rounding = kLseToleranceFp32 * fabsf(lse);
+  const bool covers_more_keys =
+      lse - (statistics.row_max + log_sum) > rounding && lse - log_sum > statistics.row_bound;
   const float factor =
       covers_more_keys ? exp_of_difference(statistics.row_max, lse) : 1.0f / statistics.row_sum;
   shared.own_rows[kShift][r] = statistics.row_max;
@@ -72,22 +65,32 @@ FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, i
   float* to = params.rows + first_row_of<false>(params, entry) + query;
   to[kShift * query_fields_step(params)] = statistics.row_max;
   to[kFactor * query_fields_step(params)] = factor;
+  to[kExactDifference * query_fields_step(params)] = FA_INFINITY;  // not known yet
 }
 
 // Of the rows of a thread.
 using Statistics = RowStatistics[kMmaM][2];
 
 // Adds the scores of keys from `row` of a tile on.
-FA_DEVICE void add_scores(const SharedStorage& shared, int stage, int row, Statistics& statistics,
-                          const Scores& s) {
-  const float2* factors = other_pairs(shared, stage, kKFactor, row);
+FA_DEVICE void add_scores(const BwdFp32Params& params, const SharedStorage& shared, int stage,
+                          int row, Statistics& statistics, const Scores& s) {
+  // Scores that are products, whose terms may cancel, are rounded as the largest product that there
+  // might be: numbers are below 2^15 times the square of the factor of their row.
+  constexpr float kUnit = kSoftcap || kExpression ? 0.0f : kProductToleranceFp32 * 0x1p30f;
+  const float unit = kUnit * fabsf(params.common.scale);
+  float q_factor[kMmaM][2];
+  read_own(shared, kQFactor, q_factor);
+  const float2* k_factors = other_pairs(shared, stage, kKFactor, row);
 #pragma unroll
   for (int n = 0; n < kMmaN; ++n) {
-    const float2 two = factors[4 * n];
+    const float2 two = k_factors[4 * n];
 #pragma unroll
     for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) statistics[m][e / 2].add(s[m][n][e], of_pair(two, e));
+      for (int e = 0; e < 4; ++e) {
+        const float factor = q_factor[m][e / 2] * of_pair(two, e);
+        statistics[m][e / 2].add(s[m][n][e], factor * factor * unit);
+      }
     }
   }
 }
@@ -103,7 +106,7 @@ FA_DEVICE void replace_far(const BwdFp32Params& params, SharedStorage& shared,
     for (int step = 1; step < 4; step *= 2) {
       own.merge({__shfl_xor_sync(kFullWarp, own.row_max, step),
                  __shfl_xor_sync(kFullWarp, own.row_sum, step),
-                 __shfl_xor_sync(kFullWarp, own.row_squares, step)});
+                 __shfl_xor_sync(kFullWarp, own.row_bound, step)});
     }
     const int r = warp_row() + 8 * i + lane / 4;
     if (lane % 4 == 0 && is_far(shared.own_rows[kShift][r])) replace_lse(params, shared, r, own);

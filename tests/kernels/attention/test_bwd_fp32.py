@@ -283,6 +283,56 @@ def test_the_weight_of_a_single_key_is_one(size, truncating):
     check_single_keys(D32, size, truncating=truncating)
 
 
+def weights_of(rows, q, k, **call):
+    """Weights of (queries, keys): gradients of v where that of the output is the unit matrix."""
+    q, k = (np.pad(x, ((0, 0), (0, rows[0].dim - x.shape[1])))[None, None] for x in (q, k))
+    dout, v = np.eye(q.shape[2], dtype=SINGLE), np.zeros((k.shape[2], q.shape[2]), SINGLE)
+    *_, dv = solve(rows, [dout[None, None], q, k, v[None, None]], scale=1.0, **call)
+    return dv[0, 0].T
+
+
+def with_score(q, key, score, at):
+    """The key with another number `at` an index, so that its products with q sum to a score."""
+    others = q.astype(np.float64) @ key - float(q[at]) * key[at]
+    key[at] = (score - others) / float(q[at])
+    return key
+
+
+def check_cancelling_products(rows, **call):
+    """The key with the largest score is long: rounded, its score is below that of a short one."""
+    rng = np.random.default_rng(0)
+    q, key = (rng.standard_normal(24) * 2e4 for _ in range(2))
+    q = q.astype(SINGLE)
+    q[0] = 32
+    for at in (np.argmax(np.abs(q)), 5, 6):  # each time by what was rounded before
+        key = with_score(q, key, 1034.0, at).astype(SINGLE).astype(np.float64)
+    keys = np.stack([key, 32 * np.eye(24)[0]]).astype(SINGLE)
+    scores = keys.astype(np.float64) @ q
+    assert 1024 == scores[1] < scores[0] < 1050
+    np.testing.assert_allclose(weights_of(rows, q[None], keys, **call).sum(), 1.0, rtol=1e-6)
+
+
+def check_weights_by_hand(rows, **call):
+    """Those of a single key, which one of the queries wants: it has a large number beside it."""
+    rng = np.random.default_rng(1)
+    q, key = (rng.standard_normal(n).astype(SINGLE) * 10000 for n in ((2, 24), 24))
+    q[0, 1] = key[1] = 0
+    key = with_score(q[0], key.astype(np.float64), 1024.0, np.argmax(np.abs(q[0]))).astype(SINGLE)
+    q[1] = 0
+    q[1, :2] = 1e-3, 1e20
+    np.testing.assert_allclose(weights_of(rows, q, key[None], **call), 1.0, rtol=1e-6)
+    for size in (1e6, 1e8):  # nothing cancels
+        q, key = (np.abs(rng.standard_normal(n) * size).astype(SINGLE) for n in ((2, 24), 24))
+        key[1], q[1] = 0, 0
+        q[1, :2] = 1e-3, size * 1e16
+        np.testing.assert_allclose(weights_of(rows, q, key[None], **call), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("check_weights", [check_cancelling_products, check_weights_by_hand])
+def test_weights_of_rounded_scores(check_weights):
+    check_weights(D32)
+
+
 def check_more_keys(rows, size=1.0, **call):
     """As of merged results, where a call with half of the keys has half of the weights.
 
@@ -413,15 +463,24 @@ BUGS = {
         "dq", "multiply_pairs<kOwnKeys>(", "multiply_pairs(",
     ),
     "an LSE that is rounded is taken for one of more keys": (
-        "dq", "rounding = fmaxf(rounding, kProductToleranceFp32 * product);", "",
+        "dq", "lse - log_sum > statistics.row_bound;", "true;",
     ),
     "an LSE of more keys is not used": (
-        "dq", "covers_more_keys = lse - own_lse > rounding;",
-        "covers_more_keys = false;",
+        "dq", "covers_more_keys = lse", "covers_more_keys = false && lse",
     ),
     "keys without a weight count": (
-        "dq", "row_squares = row_squares * own + other.row_squares * of_other;",
-        "row_squares = fmaxf(row_squares, other.row_squares);",
+        "dq", "merge({score, 1.0f, score + rounding});",
+        "merge({score, 1.0f, fmaxf(row_max, score) + rounding});",
+    ),
+    "the key with the largest score alone counts": (
+        "dq", "row_bound = fmaxf(row_bound, other.row_bound);",
+        "if (row_max == other.row_max) row_bound = other.row_bound;",
+    ),
+    "a largest score is taken for a log-sum-exp": (
+        "dq", "to[kExactDifference * query_fields_step(params)] = FA_INFINITY;", "",
+    ),
+    "a difference has one part": (
+        "dkdv", "return static_cast<double>(high) + low;", "return static_cast<double>(high);",
     ),
     "the gradient of the LSE is added": (
         "preprocess", "product - (params.dlse == nullptr", "product + (params.dlse == nullptr",
@@ -461,6 +520,8 @@ def test_a_planted_bug_is_found(bug, tmp_path):
                 check(D32, arrays, by_row=by_row, seed=seed, **options, **more)
         check_single_keys(D32, 1e6, truncating=True, **more)
         check_more_keys(D32, 1e6, **more)
+        check_cancelling_products(D32, **more)
+        check_weights_by_hand(D32, **more)
 
     with pytest.raises((emulator.EmulationError, AssertionError)):
         compare(sources=sources)

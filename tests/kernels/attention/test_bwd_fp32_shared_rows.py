@@ -95,6 +95,11 @@ def test_a_log_sum_exp_of_more_keys_is_used_as_given():
     of_mma.check_more_keys(ROWS, 1e6)
 
 
+def test_weights_of_rounded_scores():
+    of_mma.check_cancelling_products(ROWS)
+    of_mma.check_weights_by_hand(ROWS)
+
+
 @pytest.mark.parametrize(
     ("axes", "softcap"),
     only(

@@ -97,7 +97,7 @@ class BackwardFp32(BackwardRows):
         """Return the launch, which reads or writes rows in pairs and what is known of them."""
         keys = padded_rows(traits.problem.k_len)
         queries, of_keys = traits.entries * launches.rows, traits.entries // traits.group * keys
-        launches.scratch["query_rows"] = 4 * (QUERY_FIELDS + 1) * queries  # kExactDifference
+        launches.scratch["query_rows"] = 4 * (QUERY_FIELDS + 2) * queries  # the exact difference
         launches.scratch["key_rows"] = 4 * KEY_FIELDS * of_keys
         for name in _PAIRS:
             rows = of_keys if name in ("k_pairs", "v_pairs") else queries
