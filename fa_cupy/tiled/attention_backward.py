@@ -46,7 +46,7 @@ from fa_cupy.tiled import attention, gradients
 from fa_cupy.tiled.attention import Array
 from fa_cupy.tiled.gradients import Operands, accumulate, reduced, target
 from fa_cupy.tiled.softcap import split
-from fa_cupy.tiled.softmax import FAR, given_total, is_far, statistics
+from fa_cupy.tiled.softmax import FAR, given_total, is_far, rounding_of, statistics
 
 #: Gradients by name: arrays that terms are written to, and whether they are added to what is there.
 Into = Mapping[str, tuple[Array, bool]]
@@ -127,9 +127,9 @@ def keep_apart(
     """Set ``x.top`` and ``x.total`` of far queries among some, as `row_statistics`."""
     part = slice(*rows)
     lse = x.lse[:, part]
-    top, total, norms = row_statistics(steps, problem, x, rows, columns, tile_m, more)
+    top, total, bound = row_statistics(steps, problem, x, rows, columns, tile_m, more)
     far = is_far(steps.xp, lse, least_far(problem))
-    found = top, given_total(steps.xp, lse, top, total, norms)
+    found = top, given_total(steps.xp, lse, top, total, bound)
     for kept, new in zip((x.top, x.total), found, strict=True):
         assert kept is not None
         kept[:, part] = steps.xp.where(far, new, kept[:, part])
@@ -149,17 +149,24 @@ def row_statistics(
     Scores come from the same products as in `column`, so that they are rounded alike. `more` are
     those of keys that no tile has, as of `softmax.statistics`, with the norms of the keys.
 
-    The third array, of shape (n, m, 1), is of each query the product of its norm, the scale and the
-    mean norm of the keys by their weights; None if scores are more than products. A score may be
-    off by a part of that product, however small it is itself, and so may their log-sum-exp.
+    The third array, of shape (n, m, 1), is the largest score of each query that there might be
+    without rounding; None if scores are more than products. A score may be off by a part of the
+    product of the norms of query and key, however small it is itself.
     """
     xp, n, m = steps.xp, x.q.shape[0], rows[1] - rows[0]
-    of_seen = xp.zeros((n, m, 1), steps.dtype)
+    bound = xp.full((n, m, 1), -np.inf, steps.dtype) if _is_product(problem) else None
+    if bound is not None:
+        q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
+        steps.load(q, x.q[:, slice(*rows)])
+        of_q, slope = norms_of(xp, q), abs(slope_of(problem, steps.dtype))
 
-    def add(part: tuple[int, int], weights: Array | None, of_keys: Array) -> None:
-        if weights is not None:
-            of_tile = xp.where(weights == 0, steps.dtype.type(0), weights * of_keys)
-            of_seen[:, slice(*part)] += of_tile.sum(axis=-1, keepdims=True)
+    def raise_bound(part: slice, scores: Array | None, of_keys: Array | None = None) -> None:
+        if bound is None or scores is None:
+            return
+        if of_keys is not None:
+            rounding = rounding_of(xp, of_q[:, part], of_keys, slope, steps.dtype)
+            scores = xp.where(scores == -np.inf, scores, scores + rounding)
+        bound[:, part] = xp.maximum(bound[:, part], scores.max(axis=-1, keepdims=True))
 
     def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
         for keys in columns:
@@ -172,23 +179,16 @@ def row_statistics(
                 queries = attention.queries_of(steps, problem, x, *some)
                 scores = attention.scores_of(steps, problem, x, queries, some, 0, keys, k)
                 part = some[0] - rows[0], some[1] - rows[0]
-                yield part, scores  # which become weights
-                add(part, scores, of_keys)
+                raise_bound(slice(*part), scores, of_keys)
+                yield part, scores
         for part, scores, of_keys in more:
+            raise_bound(slice(*part), scores, of_keys)
             yield part, scores
-            add(part, scores, of_keys)
-        yield (0, m), attention.sinks_of(steps, x, *rows)
+        sinks = attention.sinks_of(steps, x, *rows)
+        raise_bound(slice(0, m), sinks)
+        yield (0, m), sinks
 
-    top, total = statistics(steps, n, m, scored(), of_seen)
-    if not _is_product(problem):
-        return top, total, None
-    q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
-    steps.load(q, x.q[:, slice(*rows)])
-    of_q, slope = norms_of(xp, q), abs(slope_of(problem, steps.dtype))
-    of_seen /= total
-    small, large = xp.minimum(of_q, of_seen), xp.maximum(of_q, of_seen)
-    # In an order in which nothing leaves the range of floats unless the product does.
-    return top, total, large * slope * small if slope < 1 else small * slope * large
+    return *statistics(steps, n, m, scored()), bound
 
 
 def norms_of(xp: Any, x: Array) -> Array:

@@ -54,29 +54,39 @@ def is_far(xp: Any, lse: Array, least: float = FAR) -> Array:
     return xp.isfinite(lse) & (xp.abs(lse) >= least)
 
 
-def given_total(xp: Any, lse: Array, top: Array, total: Array, norms: Array | None = None) -> Array:
+def rounding_of(
+    xp: Any, q_norms: Array, k_norms: Array, slope: float, dtype: np.dtype[Any]
+) -> Array:
+    """Return by how much scaled products of queries and keys may be off, (n, m, keys)."""
+    small, large = xp.minimum(q_norms, k_norms), xp.maximum(q_norms, k_norms)
+    # In an order in which nothing leaves the range of floats unless the product does.
+    first, last = (large, small) if slope < 1 else (small, large)
+    found: Array = first * dtype.type(slope) * last * dtype.type(_LOST[dtype])
+    return found
+
+
+def given_total(xp: Any, lse: Array, top: Array, total: Array, bound: Array | None = None) -> Array:
     """Return what weights ``exp(s - top)`` are divided by, given the log-sum-exp of a caller.
 
     That is `total`, unless the log-sum-exp is one of more keys than `top` and `total` come from,
-    which makes it larger. `norms` are as `attention_backward.row_statistics` returns them.
+    which makes it larger. `bound` is as `attention_backward.row_statistics` returns it.
     """
-    dtype = top.dtype.type
-    rounding = dtype(_SAME[top.dtype]) * xp.abs(lse)
-    if norms is not None:
-        rounding = xp.maximum(rounding, dtype(_LOST[top.dtype]) * norms)
-    of_more = lse - (top + xp.log(total)) > rounding
+    dtype, log_total = top.dtype.type, xp.log(total)
+    of_more = lse - (top + log_total) > dtype(_SAME[top.dtype]) * xp.abs(lse)
+    if bound is not None:
+        of_more &= lse - log_total > bound
     return xp.where(of_more, xp.exp(xp.where(of_more, lse - top, dtype(0))), total)
 
 
 def own_share(
-    xp: Any, lse: Array, top: Array, total: Array, norms: Array | None, least: float
+    xp: Any, lse: Array, top: Array, total: Array, bound: Array | None, least: float
 ) -> Array:
     """Return the sum of the weights of the keys that `top` and `total` come from.
 
     The log-sum-exp comes from a caller. If it is of these keys alone, the sum is 1 up to rounding;
     where results over parts of the keys were merged, it is less. Rows are far from `least` on.
     """
-    of_far = total / given_total(xp, lse, top, total, norms)
+    of_far = total / given_total(xp, lse, top, total, bound)
     return xp.where(is_far(xp, lse, least), of_far, total * xp.exp(top - lse))
 
 
@@ -85,7 +95,6 @@ def statistics(
     n: int,
     m: int,
     scored: Iterable[tuple[tuple[int, int], Array | None]],
-    acc: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return maximum and sum of the weights of m queries of n batch entries, (n, m, 1) each.
 
@@ -96,8 +105,6 @@ def statistics(
     scored : iterable
         ``((begin, end), scores)`` for each tile: which of the queries, and their scores, which
         become weights; None where all are hidden.
-    acc : array, shape (n, m, dim), optional
-        Sums with these weights, which `scored` adds to: they are scaled as the weights are.
 
     Returns
     -------
@@ -105,7 +112,7 @@ def statistics(
         0 and 1 where nothing is seen.
     """
     xp, dtype = steps.xp, steps.dtype
-    acc = xp.empty((n, m, 0), dtype) if acc is None else acc
+    acc = xp.empty((n, m, 0), dtype)
     top, total = xp.full((n, m, 1), -np.inf, dtype), xp.zeros((n, m, 1), dtype)
     for (begin, end), scores in scored:
         if scores is not None:

@@ -37,6 +37,29 @@ def far_scores(rng, rows, lengths, size, seed=0):
     return arrays, rng.standard_normal(q.shape[:3]).astype(q.dtype)
 
 
+def with_score(q, key, score, at):
+    """The key with another number `at` an index, so that its products with q sum to a score."""
+    others = q.astype(np.float64) @ key - float(q[at]) * key[at]
+    key[at] = (score - others) / float(q[at])
+    return key
+
+
+def long_and_short_key():
+    """A query and two keys of float32: rounded, the score of the long one may be the smaller one.
+
+    It is the larger one, and near 1,034. The other one is 1,024.
+    """
+    rng = np.random.default_rng(0)
+    q, key = (rng.standard_normal(24) * 2e4 for _ in range(2))
+    q = q.astype(np.float32)
+    q[0] = 32
+    for at in (np.argmax(np.abs(q)), 5, 6):  # each time by what was rounded before
+        key = with_score(q, key, 1034.0, at).astype(np.float32).astype(np.float64)
+    keys = np.stack([key, 32 * np.eye(24)[0]]).astype(np.float32)
+    assert 1024 == (keys[1].astype(np.float64) @ q) < (keys[0].astype(np.float64) @ q) < 1050
+    return q[None], keys
+
+
 def solve(
     rows, arrays, bias=None, seen=None, dlse=None, seed=0, sources=None, invalid=(),
     truncating=False, **options,

@@ -28,7 +28,9 @@ from tests.support.full_precision_gradients import (
     check_packed,
     definition,
     far_scores,
+    long_and_short_key,
     solve,
+    with_score,
 )
 from tests.support.kernel_attention import BANDS, any_sinks
 from tests.support.planted import plant
@@ -291,25 +293,9 @@ def weights_of(rows, q, k, **call):
     return dv[0, 0].T
 
 
-def with_score(q, key, score, at):
-    """The key with another number `at` an index, so that its products with q sum to a score."""
-    others = q.astype(np.float64) @ key - float(q[at]) * key[at]
-    key[at] = (score - others) / float(q[at])
-    return key
-
-
 def check_cancelling_products(rows, **call):
-    """The key with the largest score is long: rounded, its score is below that of a short one."""
-    rng = np.random.default_rng(0)
-    q, key = (rng.standard_normal(24) * 2e4 for _ in range(2))
-    q = q.astype(SINGLE)
-    q[0] = 32
-    for at in (np.argmax(np.abs(q)), 5, 6):  # each time by what was rounded before
-        key = with_score(q, key, 1034.0, at).astype(SINGLE).astype(np.float64)
-    keys = np.stack([key, 32 * np.eye(24)[0]]).astype(SINGLE)
-    scores = keys.astype(np.float64) @ q
-    assert 1024 == scores[1] < scores[0] < 1050
-    np.testing.assert_allclose(weights_of(rows, q[None], keys, **call).sum(), 1.0, rtol=1e-6)
+    weights = weights_of(rows, *long_and_short_key(), **call)
+    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
 
 
 def check_weights_by_hand(rows, **call):
