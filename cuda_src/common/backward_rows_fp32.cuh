@@ -102,8 +102,8 @@ FA_DEVICE double find_exact_difference(const RowByHand& row, bool of_largest_sco
 }
 
 // What is to be added to a far row's shift.  It is found when it is wanted first: warps that want
-// it at the same time find and write the same number.  Before, it is NaN, or infinite if the shift is
-// a largest score.  Its first part alone would be too coarse where products are large.
+// it at the same time find and write the same number.  Until then it is NaN, or infinite if the
+// shift is a largest score.  Its first part alone would be too coarse where products are large.
 FA_DEVICE double exact_difference(const RowByHand& row) {
   const int64 step = query_fields_step(row.params);
   float* known = row.params.rows + first_row_of<false>(row.params, row.entry) + row.query +
