@@ -68,8 +68,11 @@ FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, i
   to[kExactDifference * query_fields_step(params)] = FA_INFINITY;  // not known yet
 }
 
-// Of the rows of a thread.
-using Statistics = RowStatistics[kMmaM][2];
+// Of the rows of a thread.  In a struct: of a local array of arrays NVRTC 13.0 gives only the first
+// array the values that members begin with, and zeros to the others.
+struct Statistics {
+  RowStatistics rows[kMmaM][2];
+};
 
 // Adds the scores of keys from `row` of a tile on.
 FA_DEVICE void add_scores(const BwdFp32Params& params, const SharedStorage& shared, int stage,
@@ -89,7 +92,7 @@ FA_DEVICE void add_scores(const BwdFp32Params& params, const SharedStorage& shar
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float factor = q_factor[m][e / 2] * of_pair(two, e);
-        statistics[m][e / 2].add(s[m][n][e], factor * factor * unit);
+        statistics.rows[m][e / 2].add(s[m][n][e], factor * factor * unit);
       }
     }
   }
@@ -101,7 +104,7 @@ FA_DEVICE void replace_far(const BwdFp32Params& params, SharedStorage& shared,
   const int lane = tid_x_again() % 32;
 #pragma unroll
   for (int i = 0; i < 2 * kMmaM; ++i) {
-    RowStatistics& own = statistics[i / 2][i % 2];
+    RowStatistics& own = statistics.rows[i / 2][i % 2];
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
       own.merge({__shfl_xor_sync(kFullWarp, own.row_max, step),
