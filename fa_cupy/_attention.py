@@ -537,12 +537,13 @@ def attention_backward(
     keys then sum to 1. These are the limits:
 
     - CPU, and products of cuBLAS: `lse` is large from 1,024 on, and any is under a scale of 1,024
-      or more, but with a softcap or a `score`. Rounding is 2**-20 of it (2**-48 in float64) or,
-      without these and if that is larger, 2**-21 (2**-50) of the largest score that vectors as
-      long as the query and its keys could have (the mean of the keys by their weights).
+      or more, but with a softcap or a `score`. Rounding is 2**-20 of it (2**-48 in float64).
+      Without a softcap or a `score`, each score may be off as well, by 2**-21 (2**-50) of the
+      largest one that vectors as long as its query and its key could have.
     - Kernels of float64: 1,024, and 2**-48.
-    - Kernels of float32: 32, and 2**-21 of it or, if that is larger, 2**-22 (2**-21 above 128
-      dims) of the largest score that numbers as large as those of `q` and `k` could have.
+    - Kernels of float32: 32, and 2**-21 of it. Without a softcap or a `score`, each score may be
+      off as well, by 2**-22 (2**-21 above 128 dims) of the largest one that numbers as large as
+      those of its query and its key could have.
     - Kernels of 16 bits: 5,678, and 2**-18.
 
     A query without visible keys has gradient 0 and contributes to no other gradient but that of its

@@ -101,19 +101,22 @@ FA_DEVICE double find_exact_difference(const RowByHand& row, bool of_largest_sco
   return fabs(difference) < 1.0 + fabs(row.shift) / 1024.0 ? difference : 0.0;
 }
 
-// What is to be added to a far row's shift.  It is found when it is wanted first: warps that want
-// it at the same time find and write the same number.  Until then it is NaN, or infinite if the
-// shift is a largest score.  Its first part alone would be too coarse where products are large.
+// What is to be added to a far row's shift, in two parts: one would be too coarse where products
+// are large.  It is found when it is wanted first, and warps that want it at the same time find and
+// write the same number.  Until then both parts are NaN, or infinite if the shift is a largest
+// score: whoever reads one part before it is written, and the other one after, still knows which.
 FA_DEVICE double exact_difference(const RowByHand& row) {
   const int64 step = query_fields_step(row.params);
   float* known = row.params.rows + first_row_of<false>(row.params, row.entry) + row.query +
                  kExactDifference * step;
   const float high = known[0], low = known[step];
-  if (fabsf(high) < FA_INFINITY && low == low) return static_cast<double>(high) + low;
-  const double difference = find_exact_difference(row, high == FA_INFINITY);
+  if (fabsf(high) < FA_INFINITY && fabsf(low) < FA_INFINITY) return static_cast<double>(high) + low;
+  const bool of_largest_score = high == FA_INFINITY || low == FA_INFINITY;
+  const double difference = find_exact_difference(row, of_largest_score);
   if (threadIdx.x % 32 == 0) {
-    known[0] = static_cast<float>(difference);
-    known[step] = static_cast<float>(difference - known[0]);
+    const float first = static_cast<float>(difference);
+    known[0] = first;
+    known[step] = static_cast<float>(difference - first);
   }
   return difference;
 }

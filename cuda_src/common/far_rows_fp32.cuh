@@ -3,10 +3,10 @@
 #pragma once
 #include "cuda_src/common/backward_fp32.cuh"
 
-// An LSE that is larger than that of a row's own scores by more than a part of itself, and than
-// that of the scores without rounding, is one of more keys: results over parts of the keys were
-// merged.  Less is rounding: of an LSE by two units in the last place, of a score by a part of the
-// largest product that there might be, which is larger where a score has more products.
+// An LSE is one of more keys, because results over parts of the keys were merged, if it is larger
+// than the row's own scores allow: than theirs, each with what rounding may have taken from it, by
+// more than a part of itself.  That part is two units in the last place.  A score may be off by a
+// part of the largest product that there might be, which is larger where it has more products.
 constexpr float kLseToleranceFp32 = 1.0f / (1 << 21);
 constexpr float kProductToleranceFp32 = 1.0f / (kDim > 128 ? 1 << 21 : 1 << 22);
 // The largest score of a row that has seen no key: finite, so that no difference of two is NaN.
@@ -24,25 +24,32 @@ FA_DEVICE void look_for_far_rows(SharedStorage& shared) {
 
 FA_DEVICE float exp_of_difference(float x, float y) { return ex2_approx_ftz((x - y) * kLog2e); }
 
-// The largest score of a row, and the sum of exponentials relative to it, NaN where scores may have
-// lost digits that count.  Also the largest score that there might be without rounding: of a key
-// that is much longer than the one with the largest score, whose products cancel.
-struct RowStatistics {
-  float row_max = kNoMaxFp32, row_sum = 0.0f, row_bound = kNoMaxFp32;
+// The largest of some scores, and the sum of exponentials relative to it.
+struct SumOfExponentials {
+  float most = kNoMaxFp32, sum = 0.0f;
 
-  __device__ __forceinline__ void merge(const RowStatistics& other) {
-    const float most = fmaxf(row_max, other.row_max);
-    row_sum = row_sum * exp_of_difference(row_max, most) +
-              other.row_sum * exp_of_difference(other.row_max, most);
-    row_max = most;
-    row_bound = fmaxf(row_bound, other.row_bound);
+  __device__ __forceinline__ void add(float other_most, float other_sum) {
+    const float larger = fmaxf(most, other_most);
+    sum = sum * exp_of_difference(most, larger) + other_sum * exp_of_difference(other_most, larger);
+    most = larger;
   }
+  __device__ __forceinline__ void add_of_lane(int other) {
+    add(__shfl_xor_sync(kFullWarp, most, other), __shfl_xor_sync(kFullWarp, sum, other));
+  }
+};
+
+// Of a row's scores, NaN where they may have lost digits that count, and of the largest ones that
+// there might be without rounding.
+struct RowStatistics {
+  SumOfExponentials scores, bounds;
+
   __device__ __forceinline__ void add(float score, float rounding) {
     if (score == -FA_INFINITY) return;
     if (score == score) {
-      merge({score, 1.0f, score + rounding});
+      scores.add(score, 1.0f);
+      bounds.add(score + rounding, 1.0f);
     } else {
-      row_sum = score;
+      scores.sum = score;
     }
   }
 };
@@ -53,19 +60,19 @@ FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, i
   const uint32 entry = shared.work.entry;
   const int query = shared.work.first_own + r;
   statistics.add(static_cast<float>(load_sink_fp64(params.common, entry, query)), 0.0f);
-  if (!(statistics.row_sum > 0.0f)) return;
-  const float lse = shared.own_rows[kShift][r], log_sum = logf(statistics.row_sum);
-  const float rounding = kLseToleranceFp32 * fabsf(lse);
-  const bool covers_more_keys =
-      lse - (statistics.row_max + log_sum) > rounding && lse - log_sum > statistics.row_bound;
-  const float factor =
-      covers_more_keys ? exp_of_difference(statistics.row_max, lse) : 1.0f / statistics.row_sum;
-  shared.own_rows[kShift][r] = statistics.row_max;
+  const SumOfExponentials &scores = statistics.scores, &bounds = statistics.bounds;
+  if (!(scores.sum > 0.0f)) return;
+  const float lse = shared.own_rows[kShift][r];
+  const float difference = lse - (bounds.most + logf(bounds.sum));
+  const bool covers_more_keys = difference > kLseToleranceFp32 * fabsf(lse);
+  const float factor = covers_more_keys ? exp_of_difference(scores.most, lse) : 1.0f / scores.sum;
+  shared.own_rows[kShift][r] = scores.most;
   shared.own_rows[kFactor][r] = factor;
+  const int64 step = query_fields_step(params);
   float* to = params.rows + first_row_of<false>(params, entry) + query;
-  to[kShift * query_fields_step(params)] = statistics.row_max;
-  to[kFactor * query_fields_step(params)] = factor;
-  to[kExactDifference * query_fields_step(params)] = FA_INFINITY;  // not known yet
+  to[kShift * step] = scores.most;
+  to[kFactor * step] = factor;
+  to[kExactDifference * step] = to[kExactRest * step] = FA_INFINITY;  // see exact_difference
 }
 
 // Of the rows of a thread.  In a struct: of a local array of arrays NVRTC 13.0 gives only the first
@@ -107,9 +114,8 @@ FA_DEVICE void replace_far(const BwdFp32Params& params, SharedStorage& shared,
     RowStatistics& own = statistics.rows[i / 2][i % 2];
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
-      own.merge({__shfl_xor_sync(kFullWarp, own.row_max, step),
-                 __shfl_xor_sync(kFullWarp, own.row_sum, step),
-                 __shfl_xor_sync(kFullWarp, own.row_bound, step)});
+      own.scores.add_of_lane(step);
+      own.bounds.add_of_lane(step);
     }
     const int r = warp_row() + 8 * i + lane / 4;
     if (lane % 4 == 0 && is_far(shared.own_rows[kShift][r])) replace_lse(params, shared, r, own);

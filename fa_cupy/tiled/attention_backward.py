@@ -144,13 +144,13 @@ def row_statistics(
     tile_m: int,
     more: Iterable[tuple[tuple[int, int], Array, Array]] = (),
 ) -> tuple[Array, Array, Array | None]:
-    """Return maximum and sum of the weights of some queries, given all columns of tiles.
+    """Return maximum and sum of the weights of some queries, and a bound, given all their tiles.
 
     Scores come from the same products as in `column`, so that they are rounded alike. `more` are
     those of keys that no tile has, as of `softmax.statistics`, with the norms of the keys.
 
-    The third array, of shape (n, m, 1), is the largest score of each query that there might be
-    without rounding; None if scores are more than products. A score may be off by a part of the
+    The third array, of shape (n, m, 1), is the largest log-sum-exp of each query that there might
+    be without rounding; None if scores are more than products. A score may be off by a part of the
     product of the norms of query and key, however small it is itself.
     """
     xp, n, m = steps.xp, x.q.shape[0], rows[1] - rows[0]
@@ -166,7 +166,9 @@ def row_statistics(
         if of_keys is not None:
             rounding = rounding_of(xp, of_q[:, part], of_keys, slope, steps.dtype)
             scores = xp.where(scores == -np.inf, scores, scores + rounding)
-        bound[:, part] = xp.maximum(bound[:, part], scores.max(axis=-1, keepdims=True))
+        top = finite_or_0(xp, scores.max(axis=-1, keepdims=True))
+        sums = xp.exp(scores - top).sum(axis=-1, keepdims=True)
+        bound[:, part] = xp.logaddexp(bound[:, part], top + xp.log(sums))
 
     def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
         for keys in columns:

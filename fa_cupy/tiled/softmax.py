@@ -23,9 +23,9 @@ FAR = 2.0**10
 #: it is one of more keys, as where results over parts of the keys were merged.
 _SAME = {np.dtype(np.float32): 2.0**-20, np.dtype(np.float64): 2.0**-48}
 
-#: By how much it may differ where products cancel, in parts of the product of the norms of query
-#: and key: others add up the same terms in another order, and tensor cores cut their sums. Up to
-#: 256 dims, random numbers differed by 2**-22.2 at most, and vectors made to cancel by 2**-21.
+#: By how much a score may be off where products cancel, in parts of the product of the norms of
+#: query and key: others add up the same terms in another order, and tensor cores cut their sums.
+#: Up to 256 dims, random numbers differed by 2**-22.2 at most, vectors made to cancel by 2**-21.
 _LOST = {np.dtype(np.float32): 2.0**-21, np.dtype(np.float64): 2.0**-50}
 
 
@@ -71,10 +71,10 @@ def given_total(xp: Any, lse: Array, top: Array, total: Array, bound: Array | No
     That is `total`, unless the log-sum-exp is one of more keys than `top` and `total` come from,
     which makes it larger. `bound` is as `attention_backward.row_statistics` returns it.
     """
-    dtype, log_total = top.dtype.type, xp.log(total)
-    of_more = lse - (top + log_total) > dtype(_SAME[top.dtype]) * xp.abs(lse)
+    dtype, most = top.dtype.type, top + xp.log(total)
     if bound is not None:
-        of_more &= lse - log_total > bound
+        most = xp.maximum(most, bound)
+    of_more = lse - most > dtype(_SAME[top.dtype]) * xp.abs(lse)
     return xp.where(of_more, xp.exp(xp.where(of_more, lse - top, dtype(0))), total)
 
 

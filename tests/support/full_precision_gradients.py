@@ -44,20 +44,36 @@ def with_score(q, key, score, at):
     return key
 
 
-def long_and_short_key():
-    """A query and two keys of float32: rounded, the score of the long one may be the smaller one.
-
-    It is the larger one, and near 1,034. The other one is 1,024.
-    """
-    rng = np.random.default_rng(0)
-    q, key = (rng.standard_normal(24) * 2e4 for _ in range(2))
+def long_key(size, seed=0):
+    """A query and a key of float32, with numbers of a size, whose products sum to about 1,034."""
+    rng = np.random.default_rng(seed)
+    q, key = (rng.standard_normal(24) * size for _ in range(2))
     q = q.astype(np.float32)
     q[0] = 32
     for at in (np.argmax(np.abs(q)), 5, 6):  # each time by what was rounded before
         key = with_score(q, key, 1034.0, at).astype(np.float32).astype(np.float64)
-    keys = np.stack([key, 32 * np.eye(24)[0]]).astype(np.float32)
-    assert 1024 == (keys[1].astype(np.float64) @ q) < (keys[0].astype(np.float64) @ q) < 1050
-    return q[None], keys
+    return q, key.astype(np.float32)
+
+
+def short_key(q, score):
+    """A key with a score, of which nothing cancels."""
+    return (np.arange(24) == 0) * np.float32(score / q[0])
+
+
+def long_and_short_keys():
+    """Queries with keys some of which are long: their scores are rounded, those of others are not.
+
+    Rounded, the larger score of the first two keys may be the smaller one; a sum over many may
+    differ by as much as one of them.
+    """
+    q, key = long_key(2e4)
+    keys = np.stack([key, short_key(q, 1024)])
+    assert 1024 < q.astype(np.float64) @ key < 1050
+    yield q[None], keys
+    for seed in range(6):
+        q, key = long_key(500, seed)
+        for above in (0.5, 1.0, 3.0):  # a product by the order of another library
+            yield q[None], np.stack([*[key] * 30, short_key(q, key @ q + above)])
 
 
 def solve(

@@ -3,6 +3,8 @@
 They are ``bwd_preprocess_fp32``, ``bwd_dq_fp32`` and ``bwd_dkdv_fp32``.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,7 +30,7 @@ from tests.support.full_precision_gradients import (
     check_packed,
     definition,
     far_scores,
-    long_and_short_key,
+    long_and_short_keys,
     solve,
     with_score,
 )
@@ -294,24 +296,37 @@ def weights_of(rows, q, k, **call):
 
 
 def check_cancelling_products(rows, **call):
-    weights = weights_of(rows, *long_and_short_key(), **call)
-    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
+    for q, k in long_and_short_keys():
+        np.testing.assert_allclose(weights_of(rows, q, k, **call).sum(), 1.0, rtol=1e-6)
 
 
 def check_weights_by_hand(rows, **call):
-    """Those of a single key, which one of the queries wants: it has a large number beside it."""
+    """Those of keys that one of the queries wants: it has a large number beside them."""
     rng = np.random.default_rng(1)
     q, key = (rng.standard_normal(n).astype(SINGLE) * 10000 for n in ((2, 24), 24))
     q[0, 1] = key[1] = 0
     key = with_score(q[0], key.astype(np.float64), 1024.0, np.argmax(np.abs(q[0]))).astype(SINGLE)
     q[1] = 0
     q[1, :2] = 1e-3, 1e20
-    np.testing.assert_allclose(weights_of(rows, q, key[None], **call), 1.0, rtol=1e-6)
+    pairs = [(q, key)]
     for size in (1e6, 1e8):  # nothing cancels
         q, key = (np.abs(rng.standard_normal(n) * size).astype(SINGLE) for n in ((2, 24), 24))
         key[1], q[1] = 0, 0
         q[1, :2] = 1e-3, size * 1e16
-        np.testing.assert_allclose(weights_of(rows, q, key[None], **call), 1.0, rtol=1e-6)
+        pairs.append((q, key))
+    for (q, key), copies in itertools.product(pairs, (1, 2)):
+        weights = weights_of(rows, q, np.repeat(key[None], copies, axis=0), **call)
+        np.testing.assert_allclose(weights, 1 / copies, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "part", ["known[0] = first;", "known[step] = static_cast<float>(difference - first);"]
+)
+def test_a_difference_of_which_one_part_is_there(part, tmp_path):
+    """A warp may read the other one before another warp writes it."""
+    row = D32[2]
+    sources = {row.entry: plant(tmp_path, row.source, (part, ""))}
+    check_weights_by_hand(D32, sources=sources)
 
 
 @pytest.mark.parametrize("check_weights", [check_cancelling_products, check_weights_by_hand])
@@ -449,21 +464,20 @@ BUGS = {
         "dq", "multiply_pairs<kOwnKeys>(", "multiply_pairs(",
     ),
     "an LSE that is rounded is taken for one of more keys": (
-        "dq", "lse - log_sum > statistics.row_bound;", "true;",
+        "dq", "bounds.add(score + rounding, 1.0f);", "bounds.add(score, 1.0f);",
     ),
     "an LSE of more keys is not used": (
-        "dq", "covers_more_keys = lse", "covers_more_keys = false && lse",
+        "dq", "covers_more_keys = difference", "covers_more_keys = false && difference",
     ),
     "keys without a weight count": (
-        "dq", "merge({score, 1.0f, score + rounding});",
-        "merge({score, 1.0f, fmaxf(row_max, score) + rounding});",
+        "dq", "bounds.add(score + rounding, 1.0f);",
+        "bounds.add(fmaxf(scores.most, score) + rounding, 1.0f);",
     ),
-    "the key with the largest score alone counts": (
-        "dq", "row_bound = fmaxf(row_bound, other.row_bound);",
-        "if (row_max == other.row_max) row_bound = other.row_bound;",
+    "the bound has the sum of rounded scores": (
+        "dq", "(bounds.most + logf(bounds.sum))", "(bounds.most + logf(scores.sum))",
     ),
     "a largest score is taken for a log-sum-exp": (
-        "dq", "to[kExactDifference * query_fields_step(params)] = FA_INFINITY;", "",
+        "dq", "to[kExactDifference * step] = to[kExactRest * step] = FA_INFINITY;", "",
     ),
     "a difference has one part": (
         "dkdv", "return static_cast<double>(high) + low;", "return static_cast<double>(high);",
