@@ -166,9 +166,10 @@ def row_statistics(
         if of_keys is not None:
             rounding = rounding_of(xp, of_q[:, part], of_keys, slope, steps.dtype)
             scores = xp.where(scores == -np.inf, scores, scores + rounding)
-        top = finite_or_0(xp, scores.max(axis=-1, keepdims=True))
-        sums = xp.exp(scores - top).sum(axis=-1, keepdims=True)
-        bound[:, part] = xp.logaddexp(bound[:, part], top + xp.log(sums))
+        own = bound[:, part]
+        top = finite_or_0(xp, xp.maximum(own, scores.max(axis=-1, keepdims=True)))
+        sums = xp.exp(own - top) + xp.exp(scores - top).sum(axis=-1, keepdims=True)
+        bound[:, part] = top + xp.log(sums)
 
     def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
         for keys in columns:
