@@ -532,7 +532,7 @@ def attention_backward(
 
     Where `lse` is large, the maximum and the sum of the scores are computed again, and the weights
     from them, so that they sum to 1. An `lse` over more keys than `k` has is recognised because it
-    differs from that maximum and sum, and is used as given. It is not recognised where the
+    is larger than that maximum and sum allow, and is used as given. It is not recognised where the
     difference is within rounding, as with a padding bias of -1e9: the weights of each part of the
     keys then sum to 1. These are the limits:
 

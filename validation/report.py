@@ -172,6 +172,36 @@ def _panels(places: Sequence[Place]) -> dict[Place, list[Place]]:
     return found
 
 
+def _of_other_runs(
+    speed: Mapping[tuple[Place, str], float], known: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[Place, float], dict[tuple[Place, str], float]]:
+    """The best known peers, where cuDNN ran, and those peers that other runs have measured."""
+    best = {
+        (family, case): value * known[family][case]["over_cudnn"]
+        for ((family, case), impl), value in speed.items()
+        if impl == "cudnn" and case in known[family]
+    }
+    elsewhere = {
+        (place, impl): known[place[0]][place[1]][impl]
+        for place in dict.fromkeys(place for place, _ in speed)
+        for impl in _ELSEWHERE
+        if impl in known[place[0]].get(place[1], ())
+    }
+    return best, elsewhere
+
+
+def _scale(axes: Any, members: Sequence[Place], title: str, bars: bool, most: float) -> None:
+    """Name the cases of a panel below it, and let its speeds begin at 0."""
+    ticks = [_below(case, title) if bars else _panel(case)[1] for _, case in members]
+    turned = (90 if len(members) > _UPRIGHT else 0) if bars else 30
+    axes.set_xticks(range(len(members)), ticks, rotation=turned, fontsize=7)
+    axes.set_xlim(-0.6, len(members) - 0.4)
+    axes.set_ylim(0, 1.1 * most)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(axis="y", lw=0.4)
+    axes.set_axisbelow(True)
+
+
 def draw(
     rows: Sequence[store.Row], facts: Mapping[str, Any], path: str = "", part: str = ""
 ) -> Path | None:
@@ -185,18 +215,7 @@ def draw(
         return None
     speed = {((r["family"], r["case"]), r["impl"]): r["value"] for r in rows if r["value"]}
     unit = {row["family"]: row["unit"] for row in rows}
-    known = {family: best_peers(facts, family) for family in unit}
-    best = {
-        (family, case): value * known[family][case]["over_cudnn"]
-        for ((family, case), impl), value in speed.items()
-        if impl == "cudnn" and case in known[family]
-    }
-    elsewhere = {  # measured in another run
-        (place, impl): known[place[0]][place[1]][impl]
-        for place in dict.fromkeys(place for place, _ in speed)
-        for impl in _ELSEWHERE
-        if impl in known[place[0]].get(place[1], ())
-    }
+    best, elsewhere = _of_other_runs(speed, {family: best_peers(facts, family) for family in unit})
     impls = list(dict.fromkeys(impl for _, impl in speed))
     panels = _panels(list(dict.fromkeys(place for place, _ in speed)))
     across = min(4, len(panels))
@@ -229,17 +248,9 @@ def draw(
         if marks and not bars and not others:
             axes.plot(*zip(*marks, strict=True), "k:", lw=1, label="best known peer")
         marks += others
-        names = [case for _, case in members]
-        ticks = [_below(c, title) if bars else _panel(c)[1] for c in names]
         axes.set_title(title if len(unit) == 1 else f"{family}: {title}", fontsize=10)
-        turned = (90 if len(members) > _UPRIGHT else 0) if bars else 30
-        axes.set_xticks(range(len(members)), ticks, rotation=turned, fontsize=7)
-        axes.set_xlim(-0.6, len(members) - 0.4)
         top = max(value for (place, _), value in speed.items() if place in members)
-        axes.set_ylim(0, 1.1 * max([top, *(value for _, value in marks)]))
-        axes.tick_params(axis="y", labelsize=7)
-        axes.grid(axis="y", lw=0.4)
-        axes.set_axisbelow(True)
+        _scale(axes, members, title, bars, max([top, *(value for _, value in marks)]))
         if i % across == 0:
             axes.set_ylabel(unit[family], fontsize=9)
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -104,7 +104,8 @@ FA_DEVICE double find_exact_difference(const RowByHand& row, bool of_largest_sco
 // What is to be added to a far row's shift, in two parts: one would be too coarse where products
 // are large.  It is found when it is wanted first, and warps that want it at the same time find and
 // write the same number.  Until then both parts are NaN, or infinite if the shift is a largest
-// score: whoever reads one part before it is written, and the other one after, still knows which.
+// score.  A warp may read one part before it is written and the other one after.  The part that is
+// not written yet then says what the shift is, and the warp finds the difference itself.
 FA_DEVICE double exact_difference(const RowByHand& row) {
   const int64 step = query_fields_step(row.params);
   float* known = row.params.rows + first_row_of<false>(row.params, row.entry) + row.query +

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fa_cupy.cli import counted
+
 PHOTOGRAPH = "grace_hopper.jpg"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHORT, EXACT = "float16", "float64"  # what another dtype is compared with
@@ -198,8 +200,7 @@ def _run(options: argparse.Namespace) -> None:
     else:
         from fa_cupy.cpu import thread_pool
 
-        threads = thread_pool.allowed()
-        name, where, usual = f"CPU, {threads} thread{'s' * (threads != 1)}", {}, "float32"
+        name, where, usual = f"CPU, {counted(thread_pool.allowed(), 'thread')}", {}, "float32"
 
     def run(dtype: str, reach: int | None = REACH) -> Result:
         return denoise(noisy, options.sigma, dtype=_dtype(dtype), reach=reach, **where)

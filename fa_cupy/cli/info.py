@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fa_cupy import __version__
-from fa_cupy.cli import cuda_extra
+from fa_cupy.cli import counted, cuda_extra
 from fa_cupy.core.linear_problem import ALGORITHMS
 from fa_cupy.cpu import blas, thread_pool
 from fa_cupy.cpu.products.executor import Machine
@@ -136,11 +136,10 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         f"{dtype}, {entries} x {q_len} queries x {k_len} keys, head_dim {head_dim}, v_dim {v_dim}"
         f"{', causal' if options.causal else ''}: {flop / 1e12:.3g} TFLOP",
     )
-    threads = thread_pool.allowed()
-    yield "NumPy", f"tiled NumPy, on {threads} thread{'s' * (threads != 1)}"
+    yield "NumPy", f"tiled NumPy, on {counted(thread_pool.allowed(), 'thread')}"
     if q_len == k_len:
         parts = Machine.segments(k_len, entries)
-        yield "", f"causal_product: chunked, {parts} segment{'s' * (parts != 1)} a sequence"
+        yield "", f"causal_product: chunked, {counted(parts, 'segment')} a sequence"
     target = options.target or devices.current_target()
     if target is None:
         yield "CuPy", "no device here; name one with --target, as in --target sm_90a"

@@ -33,7 +33,7 @@ from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
 from fa_cupy.tiled.gradients import Gradient, Operands
 from fa_cupy.tiled.softcap import folds
-from fa_cupy.tiled.softmax import own_share
+from fa_cupy.tiled.softmax import own_share, statistics
 
 Array = npt.NDArray[Any]
 View = attention_problem.View
@@ -645,8 +645,13 @@ def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: St
             part, lse = slice(*rows), x.lse[:, slice(*rows)]
             with np.errstate(all="ignore"):
                 more = entries.padded(own, problem, dense, found, rows)
-                of_pairs = _row_statistics(plan, x, rows, own, more)
-                of_tiles = _row_statistics(plan, whole, rows, own)
+                columns, of_whole = (_columns_of(plan, given, rows) for given in (x, whole))
+                of_pairs = attention_backward.row_statistics(
+                    own, problem, x, rows, columns, tile_m, more
+                )
+                tiles = attention_backward.row_scores(own, problem, whole, rows, of_whole, tile_m)
+                scores = (found[:2] for found in tiles)
+                of_tiles = statistics(own, len(x.q), rows[1] - rows[0], scores)
                 share, seen = own_share(np, lse, *of_pairs, least), np.isfinite(lse)
                 top[:, part] = np.where(seen, of_tiles[0], top[:, part])
                 total[:, part] = np.where(seen, of_tiles[1] / share, total[:, part])
@@ -664,14 +669,6 @@ def _with_sparse_blocks(x: Operands, words: bool) -> Operands:
     assert isinstance(x.columns, MaskTiles)
     mask, columns = (of.only(words=words, sparse=True) for of in (x.mask, x.columns))
     return replace(x, mask=mask, columns=columns, direct=frozenset())
-
-
-def _row_statistics(
-    plan: Plan, x: Operands, rows: tuple[int, int], steps: Steps, more: Any = ()
-) -> tuple[Array, Array, Array | None]:
-    """Return what `attention_backward.row_statistics` does of some queries."""
-    seen, tile_m = _columns_of(plan, x, rows), plan.tile.tile_m
-    return attention_backward.row_statistics(steps, plan.problem, x, rows, seen, tile_m, more)
 
 
 def _columns_of(plan: Plan, x: Operands, rows: tuple[int, int]) -> Any:

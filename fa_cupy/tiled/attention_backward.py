@@ -46,7 +46,16 @@ from fa_cupy.tiled import attention, gradients
 from fa_cupy.tiled.attention import Array
 from fa_cupy.tiled.gradients import Operands, accumulate, reduced, target
 from fa_cupy.tiled.softcap import split
-from fa_cupy.tiled.softmax import FAR, given_total, is_far, rounding_of, statistics
+from fa_cupy.tiled.softmax import (
+    FAR,
+    add_scores,
+    closed,
+    given_total,
+    is_far,
+    largest_scores,
+    statistics,
+    unseen_rows,
+)
 
 #: Gradients by name: arrays that terms are written to, and whether they are added to what is there.
 Into = Mapping[str, tuple[Array, bool]]
@@ -146,52 +155,58 @@ def row_statistics(
 ) -> tuple[Array, Array, Array | None]:
     """Return maximum and sum of the weights of some queries, and a bound, given all their tiles.
 
-    Scores come from the same products as in `column`, so that they are rounded alike. `more` are
-    those of keys that no tile has, as of `softmax.statistics`, with the norms of the keys.
+    `more` is as in `row_scores`.
 
     The third array, of shape (n, m, 1), is the largest log-sum-exp of each query that there might
     be without rounding; None if scores are more than products. A score may be off by a part of the
     product of the norms of query and key, however small it is itself.
     """
     xp, n, m = steps.xp, x.q.shape[0], rows[1] - rows[0]
-    bound = xp.full((n, m, 1), -np.inf, steps.dtype) if _is_product(problem) else None
-    if bound is not None:
-        q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
-        steps.load(q, x.q[:, slice(*rows)])
-        of_q, slope = norms_of(xp, q), abs(slope_of(problem, steps.dtype))
+    scored = row_scores(steps, problem, x, rows, columns, tile_m, more)
+    if not _is_product(problem):
+        return *statistics(steps, n, m, (found[:2] for found in scored)), None
+    q = steps.scratch("of_q", x.q[:, slice(*rows)].shape)
+    steps.load(q, x.q[:, slice(*rows)])
+    of_q, slope = norms_of(xp, q), abs(slope_of(problem, steps.dtype))
+    own, largest = (unseen_rows(steps, n, m) for _ in range(2))
+    for part, scores, of_keys in scored:
+        if scores is not None:
+            of_part = of_q[:, slice(*part)]
+            add_scores(steps, largest, part, largest_scores(xp, scores, of_part, of_keys, slope))
+            add_scores(steps, own, part, scores)
+    top, total = closed(xp, largest)
+    return *closed(xp, own), top + xp.log(total)
 
-    def raise_bound(part: slice, scores: Array | None, of_keys: Array | None = None) -> None:
-        if bound is None or scores is None:
-            return
-        if of_keys is not None:
-            rounding = rounding_of(xp, of_q[:, part], of_keys, slope, steps.dtype)
-            scores = xp.where(scores == -np.inf, scores, scores + rounding)
-        own = bound[:, part]
-        top = finite_or_0(xp, xp.maximum(own, scores.max(axis=-1, keepdims=True)))
-        sums = xp.exp(own - top) + xp.exp(scores - top).sum(axis=-1, keepdims=True)
-        bound[:, part] = top + xp.log(sums)
 
-    def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
-        for keys in columns:
-            tiles = [*row_tiles(problem, keys, tile_m, x.columns, rows)]
-            if not tiles:
-                continue
-            k = steps.operand("k", x.k[:, slice(*keys)])
-            of_keys = norms_of(xp, k).swapaxes(-1, -2)
-            for some in tiles:
-                queries = attention.queries_of(steps, problem, x, *some)
-                scores = attention.scores_of(steps, problem, x, queries, some, 0, keys, k)
-                part = some[0] - rows[0], some[1] - rows[0]
-                raise_bound(slice(*part), scores, of_keys)
-                yield part, scores
-        for part, scores, of_keys in more:
-            raise_bound(slice(*part), scores, of_keys)
-            yield part, scores
-        sinks = attention.sinks_of(steps, x, *rows)
-        raise_bound(slice(0, m), sinks)
-        yield (0, m), sinks
+def row_scores(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    rows: tuple[int, int],
+    columns: Iterable[tuple[int, int]],
+    tile_m: int,
+    more: Iterable[tuple[tuple[int, int], Array, Array]] = (),
+) -> Iterator[tuple[tuple[int, int], Array | None, Array]]:
+    """Yield the scores of some queries by all columns of tiles, and their sinks.
 
-    return *statistics(steps, n, m, scored()), bound
+    With them come the first and the last of these queries, counted from ``rows[0]``, and the norms
+    of the keys. They come from the same products as in `column`, so that they are rounded alike.
+    `more` are those of keys that no tile has.
+    """
+    xp = steps.xp
+    for keys in columns:
+        tiles = [*row_tiles(problem, keys, tile_m, x.columns, rows)]
+        if not tiles:
+            continue
+        k = steps.operand("k", x.k[:, slice(*keys)])
+        of_keys = norms_of(xp, k).swapaxes(-1, -2)
+        for some in tiles:
+            queries = attention.queries_of(steps, problem, x, *some)
+            scores = attention.scores_of(steps, problem, x, queries, some, 0, keys, k)
+            yield (some[0] - rows[0], some[1] - rows[0]), scores, of_keys
+    yield from more
+    of_sink = xp.zeros((1, 1, 1), steps.dtype)
+    yield (0, rows[1] - rows[0]), attention.sinks_of(steps, x, *rows), of_sink
 
 
 def norms_of(xp: Any, x: Array) -> Array:

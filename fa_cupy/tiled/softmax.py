@@ -19,8 +19,8 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 #: float32 and by 2**-43 in float64, which is what the rounding of scores of that size does.
 FAR = 2.0**10
 
-#: By how much of itself a log-sum-exp may differ from that of a call's own scores, by dtype, before
-#: it is one of more keys, as where results over parts of the keys were merged.
+#: By how much of itself a log-sum-exp may exceed the largest one that a call's own scores allow, by
+#: dtype, before it is one of more keys, as where results over parts of the keys were merged.
 _SAME = {np.dtype(np.float32): 2.0**-20, np.dtype(np.float64): 2.0**-48}
 
 #: By how much a score may be off where products cancel, in parts of the product of the norms of
@@ -54,15 +54,17 @@ def is_far(xp: Any, lse: Array, least: float = FAR) -> Array:
     return xp.isfinite(lse) & (xp.abs(lse) >= least)
 
 
-def rounding_of(
-    xp: Any, q_norms: Array, k_norms: Array, slope: float, dtype: np.dtype[Any]
-) -> Array:
-    """Return by how much scaled products of queries and keys may be off, (n, m, keys)."""
+def largest_scores(xp: Any, scores: Array, q_norms: Array, k_norms: Array, slope: float) -> Array:
+    """Return the largest scores that there might be without rounding, in a new array.
+
+    They are scaled products of queries and keys, with these norms.
+    """
+    dtype = scores.dtype.type
     small, large = xp.minimum(q_norms, k_norms), xp.maximum(q_norms, k_norms)
     # In an order in which nothing leaves the range of floats unless the product does.
     first, last = (large, small) if slope < 1 else (small, large)
-    found: Array = first * dtype.type(slope) * last * dtype.type(_LOST[dtype])
-    return found
+    rounding = first * dtype(slope) * last * dtype(_LOST[scores.dtype])
+    return xp.where(scores == -np.inf, scores, scores + rounding)
 
 
 def given_total(xp: Any, lse: Array, top: Array, total: Array, bound: Array | None = None) -> Array:
@@ -71,9 +73,7 @@ def given_total(xp: Any, lse: Array, top: Array, total: Array, bound: Array | No
     That is `total`, unless the log-sum-exp is one of more keys than `top` and `total` come from,
     which makes it larger. `bound` is as `attention_backward.row_statistics` returns it.
     """
-    dtype, most = top.dtype.type, top + xp.log(total)
-    if bound is not None:
-        most = xp.maximum(most, bound)
+    dtype, most = top.dtype.type, top + xp.log(total) if bound is None else bound
     of_more = lse - most > dtype(_SAME[top.dtype]) * xp.abs(lse)
     return xp.where(of_more, xp.exp(xp.where(of_more, lse - top, dtype(0))), total)
 
@@ -90,11 +90,29 @@ def own_share(
     return xp.where(is_far(xp, lse, least), of_far, total * xp.exp(top - lse))
 
 
+def unseen_rows(steps: Any, n: int, m: int) -> Rows:
+    """Return the state of m queries of n batch entries before any key, for `add_scores`."""
+    xp, dtype = steps.xp, steps.dtype
+    top, total = xp.full((n, m, 1), -np.inf, dtype), xp.zeros((n, m, 1), dtype)
+    return Rows(xp.empty((n, m, 0), dtype), top, total, started=True)
+
+
+def add_scores(steps: Any, rows: Rows, part: tuple[int, int], scores: Array) -> None:
+    """Bring some of the queries up to date; the scores become weights."""
+    some = slice(*part)
+    of_part = Rows(rows.acc[:, some], rows.top[:, some], rows.total[:, some], started=True)
+    steps.softmax(of_part, scores)
+
+
+def closed(xp: Any, rows: Rows) -> tuple[Array, Array]:
+    """Return maximum and sum of the weights: 0 and 1 where nothing is seen."""
+    one = rows.top.dtype.type(1)
+    top = xp.where(rows.top == -np.inf, 0 * one, rows.top)
+    return top, xp.where(rows.total == 0, one, rows.total)
+
+
 def statistics(
-    steps: Any,
-    n: int,
-    m: int,
-    scored: Iterable[tuple[tuple[int, int], Array | None]],
+    steps: Any, n: int, m: int, scored: Iterable[tuple[tuple[int, int], Array | None]]
 ) -> tuple[Array, Array]:
     """Return maximum and sum of the weights of m queries of n batch entries, (n, m, 1) each.
 
@@ -103,20 +121,16 @@ def statistics(
     steps : _tiled.Steps
     n, m : int
     scored : iterable
-        ``((begin, end), scores)`` for each tile: which of the queries, and their scores, which
-        become weights; None where all are hidden.
+        ``((begin, end), scores)`` for each tile: which of the queries, and their scores, which are
+        overwritten; None where all are hidden.
 
     Returns
     -------
     top, total : array
         0 and 1 where nothing is seen.
     """
-    xp, dtype = steps.xp, steps.dtype
-    acc = xp.empty((n, m, 0), dtype)
-    top, total = xp.full((n, m, 1), -np.inf, dtype), xp.zeros((n, m, 1), dtype)
-    for (begin, end), scores in scored:
+    rows = unseen_rows(steps, n, m)
+    for part, scores in scored:
         if scores is not None:
-            part = slice(begin, end)
-            rows = Rows(acc[:, part], top[:, part], total[:, part], started=True)
-            steps.softmax(rows, scores)
-    return xp.where(top == -np.inf, dtype.type(0), top), xp.where(total == 0, dtype.type(1), total)
+            add_scores(steps, rows, part, scores)
+    return closed(steps.xp, rows)

@@ -373,13 +373,24 @@ def test_shares_of_merged_halves(dtype, q, k, bias, scale):
 
 
 def test_weights_of_long_keys_whose_products_cancel(xp, tile_size):
-    """The log-sum-exp of whoever adds them up otherwise is not one of more keys."""
+    """A log-sum-exp of exact scores is not taken for one of more keys."""
     for q, k in long_and_short_keys():
         v = np.ones((len(k), 1), SINGLE)
         out, lse = (x.astype(SINGLE) for x in reference.attention(q, k, v, scale=1.0))
         given = map(xp.asarray, (np.ones((1, 1), SINGLE), q, k, v, out, lse))
         (dv,) = attention_backward(*given, scale=1.0, need=["v"])
         np.testing.assert_allclose(to_numpy(dv).sum(), 1.0, rtol=1e-6)
+
+
+def test_rounding_counts_for_all_of_many_tiles(tile_size):
+    """A log-sum-exp that rounding explains is not taken for one of more keys."""
+    n = 8192
+    q, k = np.array([[1000, 1000]], SINGLE), np.tile(np.array([4000, -3000], SINGLE), (n, 1))
+    ones = np.ones((n, 1), SINGLE)
+    rounding = 2.0**-21 * np.linalg.norm(q) * np.linalg.norm(k[0])
+    lse = np.array([1e6 + np.log(n) + 0.9 * rounding], SINGLE)
+    (dv,) = attention_backward(ones[:1], q, k, ones, ones[:1], lse, scale=1.0, need=["v"])
+    np.testing.assert_allclose(dv.sum(), 1.0, rtol=1e-5)
 
 
 def test_tiles_of_ordinary_rows_take_no_second_pass(monkeypatch):

@@ -339,7 +339,7 @@ MIXED_BUGS = {
     "the difference is subtracted": (
         "dkdv", "shift += exact_difference(row);", "shift -= exact_difference(row);",
     ),
-    "the difference is that of another row": (
+    "the difference to the exact score is not found": (
         "dkdv", "if (of_largest_score) return most - row.shift;",
         "if (of_largest_score) return 1.0;",
     ),
