@@ -31,39 +31,22 @@ struct TileWarps {
   static __device__ __forceinline__ int across(int) { return 0; }
 };
 
-// The product of two rows by one thread.
-FA_DEVICE double dot(const float* a, const float* b, int cols) {
-  double sum = 0.0;
-#pragma unroll 1
-  for (int col = 0; col < cols && sum == sum; ++col) sum = fma(double(a[col]), double(b[col]), sum);
-  return sum;
-}
-
-// What a pair adds to the gradient, by one thread; 0 of one that does not count.
-FA_DEVICE float pair_term(const DbiasParams& params, uint32 entry, int query, int key) {
+// What a pair adds to the gradient, by a warp; 0 of one that does not count.
+FA_DEVICE float pair_term(const DbiasParams& params, const WorkTile& work, int query, int key) {
   const AttentionParams& p = params.common;
   if (query >= p.q_len || key < first_key(p, query) || key > last_key(p, query)) return 0.0f;
-  if constexpr (kSparse) {
-    if (!mask_leaves(params, entry, query, key)) return 0.0f;
-  }
-  const KnownRow row = known_row(params, entry, query);
-  const BatchOffsets at = operand_offsets(params, entry);
+  const RowByHand row = row_by_hand(params, work, work.entry, query);
   if (row.shift == FA_INFINITY) return 0.0f;
-  const auto product = [&](const auto& of_query, const auto& of_key, int cols) {
-    return dot(row_start(params, of_query, entry, query), row_start(params, of_key, entry, key),
-               cols);
-  };
-  const double s = product(params.q, params.k, p.head_dim);
-  const double score = score_and_slope_fp64(params, at, s, query, key).score;
-  if (score == -FA_INFINITY) return 0.0f;
-  return weight_fp64(row, score) * (product(params.dout, params.v, p.v_dim) - row.delta);
+  const PairTerms terms = pair_terms(params, work.entry, row, query, key);
+  return terms.counts ? terms.weight * terms.dp : 0.0f;
 }
 
-// Puts other terms in the place of those that are not finite.  Rolled up, because it is rarely run;
-// registers have no index, so each term is offered to all of them.
-FA_DEVICE void replace_terms(const DbiasParams& params, uint32 entry, int query, int key,
+// Puts other terms in the place of those that are not finite, one after the other.  Rolled up,
+// because it is rarely run; registers have no index, so each term is offered to all of them.
+FA_DEVICE void replace_terms(const DbiasParams& params, const WorkTile& work, int query, int key,
                              Scores& terms) {
   constexpr int kTerms = kMmaM * kMmaN * 4;
+  const int lane = tid_x_again() % 32;
 #pragma unroll 1
   for (int n = 0; n < kTerms; ++n) {
     float term = 0.0f;
@@ -71,9 +54,17 @@ FA_DEVICE void replace_terms(const DbiasParams& params, uint32 entry, int query,
     for (int m = 0; m < kTerms; ++m) {
       term = m == n ? terms[m / (4 * kMmaN)][m / 4 % kMmaN][m % 4] : term;
     }
-    if (fabsf(term) < FA_INFINITY) continue;
-    term = pair_term(params, entry, query + n / (4 * kMmaN) * 16 + n % 4 / 2 * 8,
-                     key + n / 4 % kMmaN * 8 + n % 2);
+    const int own = query + n / (4 * kMmaN) * 16 + n % 4 / 2 * 8;
+    const int other = key + n / 4 % kMmaN * 8 + n % 2;
+    uint32 left = __ballot_sync(kFullWarp, !(fabsf(term) < FA_INFINITY));
+    if (left == 0) continue;
+#pragma unroll 1
+    for (; left != 0; left &= left - 1) {
+      const int from = __ffs(left) - 1;
+      const float found = pair_term(params, work, __shfl_sync(kFullWarp, own, from),
+                                    __shfl_sync(kFullWarp, other, from));
+      term = lane == from ? found : term;
+    }
 #pragma unroll
     for (int m = 0; m < kTerms; ++m) {
       float& to = terms[m / (4 * kMmaN)][m / 4 % kMmaN][m % 4];
@@ -114,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       multiply_and_weigh<false>(params, tiles, at, 0, row, weights, terms);
       if (__any_sync(kFullWarp, !all_finite(terms))) {
         const Part part = part_of(params, tiles.work, at, row);
-        replace_terms(params, part.entry, part.own, part.other, terms);
+        replace_terms(params, tiles.work, part.own, part.other, terms);
       }
 #pragma unroll
       for (int i = 0; i < kMmaM * kMmaN * 4; ++i) {

@@ -214,10 +214,11 @@ FA_DEVICE bool mask_leaves(const Params& params, uint32 entry, int query, int ke
                    other % kMaskBlock);
 }
 
-// What a pair adds to gradients; `counts` is false where it is hidden, or its score is -inf.
+// What a pair adds to gradients, and dout . v - delta; `counts` is false where the pair is hidden,
+// or its score is -inf.
 struct PairTerms {
   bool counts;
-  double weight, ds;
+  double weight, ds, dp;
 };
 
 // A product of a row of a query's array and one of a key's.
@@ -244,11 +245,11 @@ template <typename Params, typename Row>
 FA_DEVICE PairTerms pair_terms(const Params& params, uint32 entry, const Row& row, int query,
                                int key) {
   const auto found = pair_score(params, entry, query, key);
-  if (found.score == -FA_INFINITY) return {false, 0.0, 0.0};
+  if (found.score == -FA_INFINITY) return {false, 0.0, 0.0, 0.0};
   const double weight = weight_fp64(row, found.score);
   const int cols = params.common.v_dim;
   const double dp = dot_of_pair(params, entry, params.dout, query, params.v, key, cols) - row.delta;
-  return {true, weight, times_slope(weight, found.slope) * dp};
+  return {true, weight, times_slope(weight, found.slope) * dp, dp};
 }
 
 // Where this warp's columns of the sums begin, which kernels say.

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, attention, attention_backward
+from fa_cupy import BitMask, attention, attention_backward, reference
 from fa_cupy.gpu.kernels import attention_backward as kernels_of_gradients
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import selection
+from tests.support import gradients_of_biases
 from tests.support.kernel_attention import BANDS, DTYPES, blocks_of
 from tests.support.kernel_gradients import compare
 from tests.support.large_lse import far_case, padded_case
@@ -191,3 +192,13 @@ def test_products_after_a_forward_kernel_have_weights_of_one(dim, n, scale):
     assert plans.kernels("attention")
     assert plans.of("attention_backward") == [None]
     assert weights.tolist() == [1.0] * len(weights)
+
+
+def test_the_gradient_of_a_bias_has_weights_of_exact_scores():
+    call = gradients_of_biases.of_exact_scores()
+    bias = call.options["bias"]
+    out, lse = reference.attention(call.q, call.k, call.v, bias)
+    given = call.dout, call.q, call.k, call.v, *(x.astype(np.float32) for x in (out, lse)), bias
+    (dbias,) = attention_backward(*(on_device(x) for x in given), need=["bias"])
+    assert "attention/bwd_dbias_fp32" in plans.kernels("attention_backward")
+    gradients_of_biases.compare(call, dbias.get())

@@ -20,6 +20,7 @@ from tests.support.gradients_of_biases import (
     check,
     check_hidden_pairs,
     check_spoiled,
+    of_exact_scores,
     rows_of,
     solve,
 )
@@ -145,6 +146,10 @@ def test_numbers_that_pairs_of_float16_do_not_hold(of):
     check(call)
 
 
+def test_weights_of_exact_scores():
+    check(of_exact_scores())
+
+
 # Repeatability
 
 
@@ -219,6 +224,9 @@ BUGS = {
     "weights are not waited for": (ONE[1], "bar_sync(1 + pair, 64);", ""),
     "terms are not computed again": (
         ONE[0], "if (__any_sync(kFullWarp, !all_finite(terms)))", "if (false)",
+    ),
+    "a lane takes the term of another": (
+        ONE[0], "term = lane == from ? found : term;", "term = found;",
     ),
     "the band is not asked": (
         ONE[0], "key < first_key(p, query) || key > last_key(p, query)", "false",
