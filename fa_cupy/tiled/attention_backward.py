@@ -189,9 +189,10 @@ def row_scores(
 ) -> Iterator[tuple[tuple[int, int], Array | None, Array]]:
     """Yield the scores of some queries by all columns of tiles, and their sinks.
 
-    With them come the first and the last of these queries, counted from ``rows[0]``, and the norms
-    of the keys. They come from the same products as in `column`, so that they are rounded alike.
-    `more` are those of keys that no tile has.
+    Before them stand the first and the last of these queries, counted from ``rows[0]``, after them
+    the norms of the keys; that of a sink is 0. Scores are None where all are hidden, or there are
+    no sinks. They come from the same products as in `column`, so that they are rounded alike.
+    `more` are the scores of keys that no tile has, with the same beside them.
     """
     xp = steps.xp
     for keys in columns:

@@ -57,7 +57,8 @@ def is_far(xp: Any, lse: Array, least: float = FAR) -> Array:
 def largest_scores(xp: Any, scores: Array, q_norms: Array, k_norms: Array, slope: float) -> Array:
     """Return the largest scores that there might be without rounding, in a new array.
 
-    They are scaled products of queries and keys, with these norms.
+    They are scaled products of queries and keys, with these norms, which broadcast against them,
+    and perhaps a bias. Those of hidden pairs stay -inf.
     """
     dtype = scores.dtype.type
     small, large = xp.minimum(q_norms, k_norms), xp.maximum(q_norms, k_norms)
