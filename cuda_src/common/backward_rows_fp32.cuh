@@ -105,8 +105,8 @@ FA_DEVICE double find_exact_difference(const RowByHand& row, bool of_largest_sco
 // are large.  It is found when it is wanted first, and warps that want it at the same time find and
 // write the same number.  Until then both parts are NaN, or infinite if the shift is a largest
 // score.  A warp may read one part before it is written and the other one after.  The part that is
-// not written yet then says what the shift is, and the warp finds the difference itself.  Lanes take
-// what one of them reads: all of them look for the difference, or none does.
+// not written yet then says what the shift is, and the warp finds the difference itself.  Lanes
+// take what one of them reads: all of them look for the difference, or none does.
 FA_DEVICE double exact_difference(const RowByHand& row) {
   const int64 step = query_fields_step(row.params);
   float* known = row.params.rows + first_row_of<false>(row.params, row.entry) + row.query +

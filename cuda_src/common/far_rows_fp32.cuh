@@ -5,9 +5,9 @@
 
 // Where results over parts of the keys were merged, an LSE is one of more keys.  It is larger than
 // the LSE of the row's own scores, after the most that rounding may have taken from each is added
-// to it.  The difference must be more than a part of the LSE, four to eight units in its last place.
-// A score may be off by a part of the largest product that there might be; the part is larger where
-// a score is a sum of more products.
+// to it.  The difference must be more than a part of the LSE: four to eight units in its last
+// place.  A score may be off by a part of the largest product that there might be; the part is
+// larger where a score is a sum of more products.
 constexpr float kLseToleranceFp32 = 1.0f / (1 << 21);
 constexpr float kProductToleranceFp32 = 1.0f / (kDim > 128 ? 1 << 21 : 1 << 22);
 // The largest score of a row that has seen no key: finite, so that no difference of two is NaN.

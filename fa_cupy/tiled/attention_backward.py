@@ -192,7 +192,7 @@ def row_scores(
     Before them stand the first and the last of these queries, counted from ``rows[0]``, after them
     the norms of the keys; that of a sink is 0. Scores are None where all are hidden, or there are
     no sinks. They come from the same products as in `column`, so that they are rounded alike.
-    `more` are the scores of keys that no tile has, with the same beside them.
+    `more` are the scores of keys that no tile has, in the same form.
     """
     xp = steps.xp
     for keys in columns:
