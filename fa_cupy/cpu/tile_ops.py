@@ -150,7 +150,9 @@ class Steps:
         size = math.prod(shape)
         buffer = self._scratch.get(name)
         if buffer is None or buffer.size < size:
-            raw = np.empty(size * self.dtype.itemsize + 63, np.uint8)
+            # Zeros: fmin takes a quiet NaN for -inf, but not a signaling NaN. Memory that another
+            # program used may hold some, and no step writes one to scores.
+            raw = np.zeros(size * self.dtype.itemsize + 63, np.uint8)
             offset = -raw.ctypes.data % 64  # whole cache lines for vector loads
             buffer = raw[offset : offset + size * self.dtype.itemsize].view(self.dtype)
             self._bytes += buffer.nbytes - (

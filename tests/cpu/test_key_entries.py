@@ -2,6 +2,7 @@
 
 import functools
 import tracemalloc
+from collections import deque
 from unittest import mock
 
 import numpy as np
@@ -12,6 +13,7 @@ from fa_cupy import attention
 from fa_cupy.cpu import attention as cpu_attention
 from fa_cupy.cpu import key_entries, thread_pool
 from fa_cupy.cpu.packed import short_entries
+from fa_cupy.cpu.tile_ops import Steps
 from tests.api.test_key_lengths import BANDS, in_pages
 from tests.support import blas
 from tests.support.every_run import only
@@ -268,6 +270,31 @@ def test_threads_do_not_show_in_short_entries(q_len, dtype):
             results.append(found[0].tobytes())
     assert len(set(results)) == 1
     check_parts(Case(q, k, k, options={"k_lengths": lengths}), lengths < 400, *found)
+
+
+def test_what_was_in_memory_does_not_show(monkeypatch):
+    """Not even signaling NaN, which `numpy.fmin` does not take for a missing number."""
+    lengths = np.array([5, 0, 30, 17, 31, 29])
+    q, k = draw((6, 2, 1, 8), (6, 2, 40, 8))
+    want = attention(q, k, k, k_lengths=lengths)
+    attend, right = short_entries.ShortEntries.attend, []
+
+    def empty(shape, dtype=np.float64, **options):
+        found = np.zeros(shape, dtype, **options)
+        if found.flags.c_contiguous and found.dtype in (np.uint8, np.float32):
+            signaling = np.array([0x7F800001], np.uint32).view(np.uint8)
+            found.reshape(-1).view(np.uint8)[:] = np.resize(signaling, found.nbytes)
+        return found
+
+    def note(*args):
+        right.append(attend(*args))
+        return right[-1]
+
+    monkeypatch.setattr(short_entries.ShortEntries, "attend", note)
+    monkeypatch.setattr(Steps, "_kept", {np.dtype(np.float32): deque()})
+    monkeypatch.setattr(np, "empty", empty)
+    assert attention(q, k, k, k_lengths=lengths).tobytes() == want.tobytes()
+    assert right == [True]
 
 
 def test_groups_are_bounded_and_hold_each_entry_once():

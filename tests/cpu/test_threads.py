@@ -310,17 +310,24 @@ import os, signal, sys, threading, time
 from fa_cupy.cpu import thread_pool
 of_helpers = float(sys.argv[1])  # seconds of a task
 def work(task):
-    time.sleep(0.3 if threading.current_thread() is threading.main_thread() else of_helpers)
+    if threading.current_thread() is not threading.main_thread():
+        begun.wait(20)  # so that there is a task for the main thread
+        time.sleep(of_helpers)
+        return
+    if not begun.is_set():
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        begun.set()
+    time.sleep(0.3)
 def slowly(task):
     time.sleep(0.002)
     done.append(task)
+begun = threading.Event()
 thread_pool.allowed = lambda: 3
 def handler(*_):
     if os.fork() == 0:
         children.append(0)
 children = []
 signal.signal(signal.SIGALRM, handler)
-signal.setitimer(signal.ITIMER_REAL, 0.2)
 said = 'nothing'
 try:
     thread_pool.run(range(9 if of_helpers else 4), lambda: work)
