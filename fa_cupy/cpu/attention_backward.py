@@ -33,7 +33,7 @@ from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
 from fa_cupy.tiled.gradients import Gradient, Operands
 from fa_cupy.tiled.softcap import folds
-from fa_cupy.tiled.softmax import own_share, statistics
+from fa_cupy.tiled.softmax import statistics
 
 Array = npt.NDArray[Any]
 View = attention_problem.View
@@ -627,32 +627,34 @@ def _in_pairs(problem: attention_problem.Problem, mask: BitMask) -> bool:
 def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: Steps) -> Operands:
     """Return operands whose tiles have the sparse blocks of the mask alone.
 
-    Tiles round scores otherwise than pairs do, and `lse` comes from pairs: weights of large scores
-    would not sum to 1. So the sum that they are divided by is computed again, by tiles.
+    Tiles round scores otherwise than pairs do, which the log-sum-exp comes from. So the weights
+    that tiles give to the sparse blocks of a query are scaled to what those of the pairs sum to.
     """
     problem, tile_m, q_len = plan.problem, plan.tile.tile_m, x.q.shape[1]
-    least = attention_backward.least_far(problem)
-    whole, left = (_with_sparse_blocks(x, words) for words in (True, False))
+    of_blocks = _with_sparse_blocks(x)
     dense = replace(x, k=entries.dense_of(x.k, steps.dtype))
-    top = attention_backward.finite_or_0(np, x.lse).astype(steps.dtype)
-    total = np.ones_like(top)
+    top = attention_backward.finite_or_0(np, x.lse).astype(steps.dtype) if x.top is None else x.top
+    total = np.ones_like(top) if x.total is None else x.total
+    top, total = top.copy(), total.copy()
 
     def new_worker() -> Callable[[int], None]:
         own = Steps(steps.dtype)
 
         def work(begin: int) -> None:
             rows = begin, min(begin + tile_m, q_len)
-            part, lse = slice(*rows), x.lse[:, slice(*rows)]
+            part, size = slice(*rows), (len(x.q), rows[1] - begin)
+            columns = _columns_of(plan, of_blocks, rows)
             with np.errstate(all="ignore"):
-                more = entries.padded(own, problem, dense, found, rows)
-                columns, of_whole = (_columns_of(plan, given, rows) for given in (x, whole))
-                of_pairs = attention_backward.row_statistics(
-                    own, problem, x, rows, columns, tile_m, more
+                scored = (
+                    entries.padded(own, problem, dense, found, rows),
+                    attention_backward.row_scores(own, problem, of_blocks, rows, columns, tile_m),
                 )
-                tiles = attention_backward.row_scores(own, problem, whole, rows, of_whole, tile_m)
-                scores = (found[:2] for found in tiles)
-                of_tiles = statistics(own, len(x.q), rows[1] - rows[0], scores)
-                share, seen = own_share(np, lse, *of_pairs, least), np.isfinite(lse)
+                of_pairs, of_tiles = (
+                    statistics(own, *size, (tile[:2] for tile in tiles)) for tiles in scored
+                )
+                share = of_pairs[1] * np.exp(of_pairs[0] - top[:, part]) / total[:, part]
+                share = np.minimum(share, 1)  # it may be anything where no pair is seen
+                seen = np.isfinite(x.lse[:, part])
                 top[:, part] = np.where(seen, of_tiles[0], top[:, part])
                 total[:, part] = np.where(seen, of_tiles[1] / share, total[:, part])
 
@@ -660,15 +662,15 @@ def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: St
 
     parallel = 2 * len(x.q) * q_len * problem.k_len * problem.head_dim > _TASK_FLOP
     thread_pool.run([*range(0, q_len, tile_m)], new_worker, parallel)
-    return replace(left, top=top, total=total)
+    return replace(of_blocks, top=top, total=total)
 
 
-def _with_sparse_blocks(x: Operands, words: bool) -> Operands:
-    """Return operands whose tiles have the sparse blocks, and with `words` the other blocks too."""
+def _with_sparse_blocks(x: Operands) -> Operands:
+    """Return operands whose tiles have the sparse blocks alone; sinks are with the other blocks."""
     assert isinstance(x.mask, MaskTiles)
     assert isinstance(x.columns, MaskTiles)
-    mask, columns = (of.only(words=words, sparse=True) for of in (x.mask, x.columns))
-    return replace(x, mask=mask, columns=columns, direct=frozenset())
+    mask, columns = (of.only(words=False, sparse=True) for of in (x.mask, x.columns))
+    return replace(x, mask=mask, columns=columns, direct=frozenset(), sinks=None)
 
 
 def _columns_of(plan: Plan, x: Operands, rows: tuple[int, int]) -> Any:

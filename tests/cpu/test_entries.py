@@ -281,6 +281,20 @@ def test_large_scores(factor):
         np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-2 + 1e-5 * factor)
 
 
+@pytest.mark.parametrize("scale", [1e3, 1e5, 1e7])
+def test_weights_of_other_queries_than_that_of_a_nan(scale):
+    """Tiles compute sparse blocks then, where scores of equal keys differ from those of pairs."""
+    rng, n = np.random.default_rng(0), 256
+    mask = np.concatenate([rng.random((n, 128)) < share for share in (0.01, 0.6)], axis=1)
+    options = {"mask": BitMask.from_dense(mask), "scale": scale}
+    q, key = draw((n, 24), (1, 24))
+    k, v, dout = np.repeat(key, n, axis=0), np.zeros((n, n), q.dtype), np.eye(n, dtype=q.dtype)
+    dout[0, 0] = np.nan
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    (dv,) = attention_backward(dout, q, k, v, out, lse, need=["v"], **options)
+    np.testing.assert_allclose(dv.sum(axis=0)[1:], 1, rtol=5e-5)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_columns_that_some_rows_see(sparse, width):
