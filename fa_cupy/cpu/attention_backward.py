@@ -33,7 +33,7 @@ from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
 from fa_cupy.tiled.gradients import Gradient, Operands
 from fa_cupy.tiled.softcap import folds
-from fa_cupy.tiled.softmax import statistics
+from fa_cupy.tiled.softmax import own_share, statistics
 
 Array = npt.NDArray[Any]
 View = attention_problem.View
@@ -631,11 +631,11 @@ def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: St
     that tiles give to the sparse blocks of a query are scaled to what those of the pairs sum to.
     """
     problem, tile_m, q_len = plan.problem, plan.tile.tile_m, x.q.shape[1]
+    least = attention_backward.least_far(problem)
     of_blocks = _with_sparse_blocks(x)
     dense = replace(x, k=entries.dense_of(x.k, steps.dtype))
-    top = attention_backward.finite_or_0(np, x.lse).astype(steps.dtype) if x.top is None else x.top
-    total = np.ones_like(top) if x.total is None else x.total
-    top, total = top.copy(), total.copy()
+    top = attention_backward.finite_or_0(np, x.lse).astype(steps.dtype)
+    total = np.ones_like(top)
 
     def new_worker() -> Callable[[int], None]:
         own = Steps(steps.dtype)
@@ -643,16 +643,21 @@ def _of_sparse_blocks(plan: Plan, x: Operands, found: entries.Entries, steps: St
         def work(begin: int) -> None:
             rows = begin, min(begin + tile_m, q_len)
             part, size = slice(*rows), (len(x.q), rows[1] - begin)
-            columns = _columns_of(plan, of_blocks, rows)
+            pairs = partial(entries.padded, own, problem, dense, found, rows)
+            columns, of_sparse = (_columns_of(plan, given, rows) for given in (x, of_blocks))
             with np.errstate(all="ignore"):
-                scored = (
-                    entries.padded(own, problem, dense, found, rows),
-                    attention_backward.row_scores(own, problem, of_blocks, rows, columns, tile_m),
+                of_all = attention_backward.row_statistics(
+                    own, problem, x, rows, columns, tile_m, pairs()
+                )
+                tiles = attention_backward.row_scores(
+                    own, problem, of_blocks, rows, of_sparse, tile_m
                 )
                 of_pairs, of_tiles = (
-                    statistics(own, *size, (tile[:2] for tile in tiles)) for tiles in scored
+                    statistics(own, *size, (scored[:2] for scored in some))
+                    for some in (pairs(), tiles)
                 )
-                share = of_pairs[1] * np.exp(of_pairs[0] - top[:, part]) / total[:, part]
+                share = own_share(np, x.lse[:, part], *of_all, least)
+                share *= of_pairs[1] / of_all[1] * np.exp(of_pairs[0] - of_all[0])
                 share = np.minimum(share, 1)  # it may be anything where no pair is seen
                 seen = np.isfinite(x.lse[:, part])
                 top[:, part] = np.where(seen, of_tiles[0], top[:, part])

@@ -79,6 +79,18 @@ def given_total(xp: Any, lse: Array, top: Array, total: Array, bound: Array | No
     return xp.where(of_more, xp.exp(xp.where(of_more, lse - top, dtype(0))), total)
 
 
+def own_share(
+    xp: Any, lse: Array, top: Array, total: Array, bound: Array | None, least: float
+) -> Array:
+    """Return the sum of the weights of the keys that `top` and `total` come from.
+
+    The log-sum-exp comes from a caller. If it is of these keys alone, the sum is 1 up to rounding;
+    where results over parts of the keys were merged, it is less. Rows are far from `least` on.
+    """
+    of_far = total / given_total(xp, lse, top, total, bound)
+    return xp.where(is_far(xp, lse, least), of_far, total * xp.exp(top - lse))
+
+
 def unseen_rows(steps: Any, n: int, m: int) -> Rows:
     """Return the state of m queries of n batch entries before any key, for `add_scores`."""
     xp, dtype = steps.xp, steps.dtype
